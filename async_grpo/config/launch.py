@@ -1,0 +1,25 @@
+"""Section `launch`: processes of `async-grpo run`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from async_grpo.config.ranges import not_negative, positive
+
+
+@dataclass(kw_only=True)
+class LaunchSection:
+    """Processes of `async-grpo run`."""
+
+    num_generators: int = 1
+    """Generators on this machine."""
+    max_restarts: int = 3
+    """Restarts of each generator and of the replay server."""
+    status_s: float = 5.0
+    """Interval of the status line."""
+    shutdown_timeout_s: float = 10.0
+    """From the request to stop until processes are killed."""
+
+    def problems(self, where: str) -> Iterator[str]:
+        """Every complaint about this section."""
+        yield from positive(where, self, "num_generators", "status_s", "shutdown_timeout_s")
+        yield from not_negative(where, self, "max_restarts")

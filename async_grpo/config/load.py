@@ -1,0 +1,146 @@
+"""Load a configuration: schema, then YAML, then `key=value` overrides, then every check at once."""
+
+import hashlib
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from async_grpo.config.rules import all_problems
+from async_grpo.config.schema import Config
+from async_grpo.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The checked configuration.
+
+    Args:
+        path: YAML file.
+        overrides: `section.key=value` items that win over the file.
+
+    Raises:
+        ConfigError: the file is missing or no YAML, a key is unknown, a value has the wrong type,
+            or a rule is broken; lists every problem found.
+    """
+    schema = OmegaConf.structured(Config)
+    problems: list[str] = []
+    merged = schema
+    for source, layer in _layers(Path(path), overrides, problems):
+        merged = _merge(merged, layer, source, problems)
+    problems += [
+        f"{key} is required: set it in {path} or as {key}=..."
+        for key in sorted(OmegaConf.missing_keys(merged))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)
+    if broken := all_problems(config):
+        raise ConfigError(broken)
+    return config
+
+
+def _layers(
+    path: Path, overrides: Sequence[str], problems: list[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """(where it came from, nested values) of the file and of each override."""
+    layers: list[tuple[str, dict[str, Any]]] = []
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold sections (a mapping), got {type(content).__name__}")
+    for section, values in (content or {}).items():
+        if isinstance(values, dict):
+            layers += [(f"{path}", {section: {key: value}}) for key, value in values.items()]
+        else:
+            layers.append((f"{path}", {section: values}))
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not equals or not key:
+            problems.append(f"override {item!r} must have the form section.key=value")
+            continue
+        try:
+            layer = OmegaConf.to_container(OmegaConf.from_dotlist([item]))
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            problems.append(f"override {item!r}: {_first_line(error)}")
+            continue
+        assert isinstance(layer, dict)
+        layers.append((f"override {item!r}", {str(name): value for name, value in layer.items()}))
+    return layers
+
+
+def _merge(base: DictConfig, layer: dict[str, Any], source: str, problems: list[str]) -> DictConfig:
+    """`base` with `layer`; a layer that does not fit leaves `base` as it is and one problem."""
+    try:
+        merged = OmegaConf.merge(base, layer)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        key = getattr(error, "full_key", None) or next(iter(layer))
+        problems.append(f"{key}: {_first_line(error)} (from {source})")
+        return base
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `load_config` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+_AGREED: dict[str, tuple[str, ...]] = {
+    # section: fields that are this process's own business
+    "policy": ("model", "maker", "maker_options"),
+    "task": ("reward_workers",),
+    "generation": ("max_running_groups", "request_timeout_s"),
+    "replay": ("address", "credit_bytes", "request_timeout_s"),
+    "staleness": (),
+    "algorithm": (),
+    "weights": ("host",),
+}
+
+
+def agreement_digest(config: Config) -> str:
+    """Hash of what all roles of a run must agree on; peers with another digest are refused."""
+    agreed: dict[str, Any] = {
+        "seed": config.run.seed,
+        "num_train_steps": config.run.num_train_steps,
+    }
+    for section, own in _AGREED.items():
+        values = asdict(getattr(config, section))
+        agreed[section] = {name: value for name, value in values.items() if name not in own}
+    text = json.dumps(agreed, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def resolve_object(reference: str, field_name: str) -> Any:
+    """The object that `package.module:attribute` names.
+
+    Raises:
+        ConfigError: the form is wrong, the module does not import, or has no such attribute.
+    """
+    module_name, colon, attribute = reference.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(f"{field_name} must be package.module:attribute, got {reference!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{field_name}: cannot import {module_name!r}: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        raise ConfigError(
+            f"{field_name}: module {module_name!r} has no attribute {attribute!r}"
+        ) from error

@@ -1,0 +1,92 @@
+"""Rules across sections: what deadlocks is refused, what is unwise is warned of."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from async_grpo.config.schema import Config
+from async_grpo.config.staleness import DrawOrder
+
+BYTES_PER_TOKEN = 8
+"""Wire size of one token: int32 id and float32 log-prob."""
+
+
+def all_problems(config: Config) -> list[str]:
+    """Every reason to refuse `config`, each naming its field."""
+    found: list[str] = []
+    for section in fields(config):
+        checker = getattr(getattr(config, section.name), "problems", None)
+        if checker is not None:
+            found += checker(section.name)
+    found += _cross_section(config)
+    return found
+
+
+def group_bytes_bound(config: Config, prompt_tokens: int = 0) -> int:
+    """Largest payload of one group: all completions at full length, prompts of `prompt_tokens`."""
+    generation = config.generation
+    per_sequence = BYTES_PER_TOKEN * generation.max_new_tokens + 4 * prompt_tokens
+    return generation.group_size * per_sequence
+
+
+def max_groups(config: Config) -> int:
+    """Resolved `replay.max_groups`."""
+    window = (config.staleness.depth + 1) * config.replay.groups_per_step
+    return config.replay.max_groups or window + config.replay.groups_per_step
+
+
+def _cross_section(config: Config) -> Iterator[str]:
+    depth = config.staleness.depth
+    per_step = config.replay.groups_per_step
+    if config.weights.publish_every > depth + 1:
+        yield (
+            f"weights.publish_every ({config.weights.publish_every}) must be <= "
+            f"staleness.pipeline_depth + 1 ({depth + 1}), or the trainer waits for groups that "
+            "only the next publish would admit"
+        )
+    window = (depth + 1) * per_step
+    in_order = config.staleness.draw_order is DrawOrder.ticket
+    needed_groups = window if in_order else per_step
+    because = (
+        "(pipeline_depth + 1) * groups_per_step with draw_order=ticket"
+        if in_order
+        else "groups_per_step"
+    )
+    largest = group_bytes_bound(config)
+    if config.replay.max_bytes < needed_groups * largest:
+        yield (
+            f"replay.max_bytes ({config.replay.max_bytes}) must hold {needed_groups} groups "
+            f"({because}) of up to {largest} bytes: at least {needed_groups * largest}"
+        )
+    if config.replay.max_groups and config.replay.max_groups < needed_groups:
+        yield (
+            f"replay.max_groups ({config.replay.max_groups}) must be at least {needed_groups} "
+            f"({because})"
+        )
+    if config.replay.max_group_bytes < largest:
+        yield (
+            f"replay.max_group_bytes ({config.replay.max_group_bytes}) is below the {largest} "
+            "bytes of a group of generation.group_size completions of generation.max_new_tokens"
+        )
+    if config.trainer.updates_per_step > per_step:
+        yield (
+            f"trainer.updates_per_step ({config.trainer.updates_per_step}) must be <= "
+            f"replay.groups_per_step ({per_step})"
+        )
+    if config.generation.group_size < 2:
+        yield "generation.group_size must be >= 2: a group of one has no advantage"
+
+
+def warnings(config: Config) -> list[str]:
+    """What works but is unwise or has no effect."""
+    found = []
+    bound, depth = config.staleness.max_staleness, config.staleness.depth
+    if 0 < bound < 2 * depth:
+        found.append(
+            f"staleness.max_staleness ({bound}) is below twice the pipeline_depth ({depth}): "
+            "expect rejected groups and a bias to short completions"
+        )
+    if config.engine.urls and config.engine.num_engines != 1:
+        found.append("engine.num_engines has no effect with engine.urls: no engine is started")
+    if not config.policy.maker and config.policy.maker_options:
+        found.append("policy.maker_options has no effect without policy.maker")
+    return found

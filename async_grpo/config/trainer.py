@@ -1,0 +1,57 @@
+"""Section `trainer`: the train step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from async_grpo.config.ranges import not_negative, positive
+
+
+class LRSchedule(StrEnum):
+    """Learning rate after the warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
+
+
+@dataclass(kw_only=True)
+class TrainerSection:
+    """The train step."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    lr_schedule: LRSchedule = LRSchedule.constant
+    """After the warm-up; cosine falls to 0 at the last step."""
+    warmup_steps: int = 0
+    """Optimizer updates of linear warm-up."""
+    weight_decay: float = 0.0
+    """AdamW."""
+    beta1: float = 0.9
+    """AdamW."""
+    beta2: float = 0.999
+    """AdamW."""
+    eps: float = 1e-8
+    """AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    updates_per_step: int = 1
+    """Optimizer updates of one train step; more than one adds a proximal pass."""
+    tokens_per_microbatch: int = 4096
+    """Packed tokens of one forward and backward."""
+    logprob_chunk_tokens: int = 512
+    """Rows of the head computed at a time; full logits are never held."""
+    threads: int = 1
+    """CPU threads of one rank."""
+    device: str = "auto"
+    """auto: cuda if there is one, else cpu."""
+
+    def problems(self, where: str) -> Iterator[str]:
+        """Every complaint about this section."""
+        yield from positive(
+            where, self, "lr", "max_grad_norm", "updates_per_step", "tokens_per_microbatch",
+            "logprob_chunk_tokens", "threads", "eps",
+        )  # fmt: skip
+        yield from not_negative(where, self, "warmup_steps", "weight_decay")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"{where}.{name} must be in [0, 1), got {getattr(self, name)}"

@@ -1,0 +1,197 @@
+"""The part of SGLang's HTTP API (0.5.23) that the engine, the generator and the fakes share.
+
+Field names, defaults and status codes are SGLang's. Control calls answer
+`{"success": bool, "message": str}` with 200 or 400. Requests ignore unknown top-level fields, as
+the real server does; unknown sampling parameters are refused.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+FLATTENED_BUCKET = "flattened_bucket"
+"""`load_format` of an update whose payload is one uint8 broadcast: every tensor contiguous and
+flattened, in the order of `names`, without padding; each offset a multiple of its item size."""
+
+
+class Path(StrEnum):
+    """Routes."""
+
+    GENERATE = "/generate"
+    MODEL_INFO = "/model_info"
+    SERVER_INFO = "/server_info"
+    READY = "/ready"
+    HEALTH = "/health"
+    FLUSH_CACHE = "/flush_cache"
+    PAUSE = "/pause_generation"
+    CONTINUE = "/continue_generation"
+    ABORT = "/abort_request"
+    INIT_GROUP = "/init_weights_update_group"
+    DESTROY_GROUP = "/destroy_weights_update_group"
+    BEGIN_UPDATE = "/begin_weight_update"
+    UPDATE_FROM_DISTRIBUTED = "/update_weights_from_distributed"
+    END_UPDATE = "/end_weight_update"
+    WEIGHTS_CHECKER = "/weights_checker"
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests; see `docs/architecture.md`."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
+    """`sampling_params` of /generate. We always send all of the first five."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    n: int = 1
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+    skip_special_tokens: bool = True
+    sampling_seed: int | None = None
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Body of /generate: one prompt, ids in and ids out."""
+
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    rid: str | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    """-1: outputs only; 0: the prompt too (`meta_info.input_token_logprobs`)"""
+    extra_key: str | None = None
+    """prefix-cache namespace: entries are shared only between requests with the same key"""
+    stream: bool = False
+
+
+class WeightVersionSpan(msgspec.Struct, kw_only=True):
+    """Output positions [start, end) were sampled under `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class MetaInfo(msgspec.Struct, kw_only=True):
+    """`meta_info` of a reply. Only what we read; parse defensively: an abort may lack fields."""
+
+    id: str = ""
+    finish_reason: dict[str, Any] | None = None
+    """{"type": "stop" | "length" | "abort", ...}"""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    """the first is [null, id, null]"""
+    weight_version: str = ""
+    weight_versions: list[WeightVersionSpan] = []
+    num_retractions: int = 0
+    e2e_latency: float = 0.0
+
+
+class GenerateReply(msgspec.Struct, kw_only=True):
+    """Reply of /generate."""
+
+    text: str = ""
+    output_ids: list[int] = []
+    meta_info: MetaInfo
+
+
+class ModelInfo(msgspec.Struct, kw_only=True):
+    """Reply of /model_info."""
+
+    model_path: str
+    weight_version: str
+    is_generation: bool = True
+    model_type: str = ""
+    architectures: list[str] | None = None
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    """Reply of /server_info; the real one has many more fields."""
+
+    version: str
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+    max_running_requests: int | None = None
+    context_length: int | None = None
+    dtype: str = "auto"
+    engine: str = "sglang"
+    """ours adds "embedded" here"""
+    vocab_size: int | None = None
+    """ours only; for a real server the model's config tells"""
+
+
+class PauseRequest(msgspec.Struct, kw_only=True):
+    """Body of /pause_generation."""
+
+    mode: PauseMode = PauseMode.ABORT
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """Body of /abort_request; an unknown rid is no error."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class InitGroupRequest(msgspec.Struct, kw_only=True):
+    """Body of /init_weights_update_group; blocks until all ranks have met."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class DestroyGroupRequest(msgspec.Struct, kw_only=True):
+    """Body of /destroy_weights_update_group."""
+
+    group_name: str = "weight_update_group"
+
+
+class UpdateFromDistributedRequest(msgspec.Struct, kw_only=True):
+    """Body of /update_weights_from_distributed."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    load_format: str | None = None
+
+
+class ControlReply(msgspec.Struct, kw_only=True):
+    """Reply of a control call."""
+
+    success: bool
+    message: str = ""
+
+
+class WeightsCheckerRequest(msgspec.Struct, kw_only=True):
+    """Body of /weights_checker."""
+
+    action: str = "checksum"
+
+
+class WeightsCheckerReply(msgspec.Struct, kw_only=True):
+    """Reply of /weights_checker: compare `per_engine_checksum` between engines of one kind."""
+
+    success: bool = True
+    message: str = ""
+    per_engine_checksum: str | None = None

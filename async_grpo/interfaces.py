@@ -1,0 +1,251 @@
+"""Every seam between parts, on one page. Real parts and fakes pass the same contract suites.
+
+Coroutines run on the caller's event loop. Every call has a deadline and raises a named error of
+`errors` past it. No torch here; tensors appear in annotations only.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from async_grpo.engine_api import (
+    GenerateReply,
+    GenerateRequest,
+    InitGroupRequest,
+    ModelInfo,
+    PauseMode,
+    ServerInfo,
+    UpdateFromDistributedRequest,
+)
+from async_grpo.replay_api import DrawReply, WatchReply
+from async_grpo.replay_parts import (
+    Cell,
+    CellPhase,
+    Dataset,
+    EndStats,
+    EngineStatus,
+    Probe,
+    RoleStatus,
+)
+from async_grpo.types import (
+    DropReason,
+    InsertOutcome,
+    Prompt,
+    RewardOutcome,
+    RolloutGroup,
+    Ticket,
+    WeightsName,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Clock(Protocol):
+    """Monotonic seconds. Tests pass a fake; nothing decides by wall time."""
+
+    def __call__(self) -> float:
+        """Seconds since an arbitrary moment."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that the generator needs."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of ids; for rewards and people only, never tokenized again."""
+        ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, str]], **options: Any
+    ) -> str | list[int]:
+        """The conversation in the model's chat format."""
+        ...
+
+
+class Task(Protocol):
+    """A source of prompts and the reward of their completions. Deterministic by index."""
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Changes whenever a prompt or an answer does."""
+        ...
+
+    def question(self, index: int) -> tuple[str, str, dict[str, Any]]:
+        """(text, answer, metadata) of prompt `index`."""
+        ...
+
+    @property
+    def reward(self) -> "Reward":
+        """Importable at top level: it runs in another process."""
+        ...
+
+
+class Reward(Protocol):
+    """Scores one completion's text. Pure; runs in a worker that may be killed."""
+
+    def __call__(
+        self, completion: str, answer: str, metadata: Mapping[str, Any]
+    ) -> "float | Mapping[str, float] | None":
+        """The reward; or named parts, which add up to it; None: no answer was found."""
+        ...
+
+
+class RewardPool(Protocol):
+    """Scores texts in other processes."""
+
+    async def score(
+        self, completions: Sequence[str], prompt: Prompt
+    ) -> list[tuple[RewardOutcome, float, dict[str, float]]]:
+        """(outcome, reward, parts) of each completion; never raises for a bad completion."""
+        ...
+
+    async def close(self) -> None:
+        """End the workers."""
+        ...
+
+
+class EngineClient(Protocol):
+    """One inference server. Raises GenerationError; `timeout_s` is the deadline of each call."""
+
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> GenerateReply:
+        """One completion."""
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """End a request early; it then returns its partial output. Unknown ids are no error."""
+        ...
+
+    async def model_info(self) -> ModelInfo:
+        """Model and weight_version."""
+        ...
+
+    async def server_info(self, *, timeout_s: float) -> ServerInfo:
+        """Liveness and sizes."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on decoding."""
+        ...
+
+    async def begin_update(self) -> None:
+        """Open an update session."""
+        ...
+
+    async def end_update(self, *, missing_ok: bool = False) -> None:
+        """Close it; `missing_ok`: no open session is no error."""
+        ...
+
+    async def init_group(self, request: InitGroupRequest, *, timeout_s: float) -> None:
+        """Join an update group; returns when all ranks have met."""
+        ...
+
+    async def destroy_group(self, group_name: str) -> None:
+        """Leave it; an unknown group is no error."""
+        ...
+
+    async def update_from_distributed(
+        self, request: UpdateFromDistributedRequest, *, timeout_s: float
+    ) -> None:
+        """Receive one bucket."""
+        ...
+
+    async def checksum(self) -> str:
+        """Checksum over all weights."""
+        ...
+
+    async def close(self) -> None:
+        """Close connections."""
+        ...
+
+
+class GeneratorReplay(Protocol):
+    """The replay server as a generator uses it. Retries inside; raises PeerError at deadlines."""
+
+    async def claim(self) -> Ticket | None:
+        """A ticket, or None when none may be handed out within one long poll."""
+        ...
+
+    async def insert(self, group: RolloutGroup) -> InsertOutcome:
+        """Deliver a group: waits for room, sends, returns the acknowledged outcome."""
+        ...
+
+    async def end(self, ticket: Ticket, reason: DropReason, detail: str, stats: EndStats) -> None:
+        """The attempt ends without an insert."""
+        ...
+
+    async def watch(self, seen: int) -> WatchReply:
+        """What changed since revision `seen`; at the latest after one long poll."""
+        ...
+
+    async def report_phase(
+        self, publish_sequence: int, cell_id: int, engine_id: str, phase: CellPhase, detail: str
+    ) -> None:
+        """An engine reached a phase of an update."""
+        ...
+
+    async def heartbeat(
+        self,
+        engines: list[EngineStatus],
+        claims: list[tuple[int, int]],
+        status: RoleStatus,
+    ) -> None:
+        """I live."""
+        ...
+
+
+class TrainerReplay(Protocol):
+    """The replay server as trainer rank 0 uses it."""
+
+    async def draw(self, draw_number: int, train_version: int) -> DrawReply:
+        """Groups, wishes, or neither after one long poll."""
+        ...
+
+    async def fetch(self, group_id: int, attempt: int) -> RolloutGroup:
+        """Payload of a leased group."""
+        ...
+
+    async def ack(self, step: int, draw_number: int, groups: list[tuple[int, int]]) -> None:
+        """The step was applied."""
+        ...
+
+
+class WeightSource(Protocol):
+    """The trainer's model as the publisher sees it."""
+
+    def named_tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """(Hugging Face name, tensor) in one fixed order; tied tensors once."""
+        ...
+
+    def probe(self) -> Probe:
+        """Fixed ids and this model's log-probs of them."""
+        ...
+
+
+class BroadcastGroup(Protocol):
+    """Trainer rank 0's end of one cell's process group."""
+
+    def broadcast(self, payload: "torch.Tensor") -> None:
+        """Send one flattened bucket; blocks until all ranks have it. Raises WeightSyncError."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+OpenBroadcastGroup = Callable[[Cell], BroadcastGroup]
+DatasetOf = Callable[[Task], Dataset]
+OnCommitted = Callable[[WeightsName], Awaitable[None]]

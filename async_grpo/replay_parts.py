@@ -1,0 +1,182 @@
+"""Parts that the messages of `replay_api` are made of; plain data, strictly decoded."""
+
+from enum import StrEnum
+
+import msgspec
+
+from async_grpo.types import DropReason, WeightsName
+
+
+class Role(StrEnum):
+    """Who is on the other end."""
+
+    GENERATOR = "generator"
+    TRAINER = "trainer"
+    MONITOR = "monitor"
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all message parts."""
+
+
+class Dataset(Struct, frozen=True, kw_only=True):
+    """What every generator must agree on before it may claim."""
+
+    fingerprint: str
+    num_prompts: int
+
+
+class EngineState(StrEnum):
+    """Life of an engine as its generator sees it."""
+
+    STARTING = "starting"
+    SYNCING = "syncing"
+    SERVING = "serving"
+    PAUSED = "paused"
+    QUARANTINED = "quarantined"
+    DEAD = "dead"
+
+
+class EngineStatus(Struct, frozen=True, kw_only=True):
+    """One engine in a generator's heartbeat."""
+
+    engine_id: str
+    """unique over the run and over restarts: `{generator}/{slot}#{start}`"""
+    state: EngineState
+    tp_size: int = 1
+    weights: WeightsName | None = None
+    """the *committed* weights: version and probe confirmed; None before the first sync"""
+    publish_sequence: int = 0
+    """of the publish that brought them"""
+    wants_sync: bool = False
+    """ready to receive weights, and its weights are none or known to be wrong"""
+
+
+class RoleStatus(Struct, frozen=True, kw_only=True):
+    """What a role says of itself, for people; no decision is made from it."""
+
+    state: str
+    detail: str = ""
+    last_error: str = ""
+    step: int = 0
+    metrics: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    """time accounting: state -> seconds so far; the sum is the role's wall time"""
+
+
+class GroupSummary(Struct, frozen=True, kw_only=True):
+    """What the server learns from a group's header without building the group."""
+
+    group_id: int
+    attempt: int
+    num_bytes: int
+    num_completions: int
+    num_tokens: int
+    reward_sum: float
+    weights_tokens: list[tuple[WeightsName, int]]
+    """sampled trainable tokens by the weights that sampled them, oldest first"""
+
+
+class EndStats(Struct, frozen=True, kw_only=True):
+    """Figures of a group that ends without an insert, so that no average forgets it."""
+
+    num_completions: int = 0
+    num_tokens: int = 0
+    reward_sum: float = 0.0
+
+
+class LeasedGroup(Struct, frozen=True, kw_only=True):
+    """One group of a draw."""
+
+    group_id: int
+    attempt: int
+    prompt_index: int
+    num_bytes: int
+    num_tokens: int
+    oldest: WeightsName
+    in_queue_s: float
+    """seconds since it was stored"""
+
+
+class GeneratedStats(Struct, frozen=True, kw_only=True):
+    """What the generators finished since the previous draw; trained or not."""
+
+    num_groups: int = 0
+    num_completions: int = 0
+    num_tokens: int = 0
+    reward_sum: float = 0.0
+    dropped: dict[DropReason, int] = {}
+    dropped_tokens: dict[DropReason, int] = {}
+
+
+class CellEngine(Struct, frozen=True, kw_only=True):
+    """One engine of a cell and its ranks [rank_offset, rank_offset + tp_size) in the group."""
+
+    engine_id: str
+    generator: str
+    tp_size: int
+    rank_offset: int
+
+
+class Rendezvous(Struct, frozen=True, kw_only=True):
+    """Where the engines of a cell meet trainer rank 0."""
+
+    group_name: str
+    host: str
+    port: int
+    world_size: int
+    backend: str
+    fresh: bool
+    """the group must be built; False: it exists from an earlier publish"""
+
+
+class Cell(Struct, frozen=True, kw_only=True):
+    """Engines that share one update group; frozen at the announcement."""
+
+    cell_id: int
+    engines: list[CellEngine]
+
+
+class BucketSpec(Struct, frozen=True, kw_only=True):
+    """One flattened uint8 broadcast: tensors in order, contiguous, concatenated."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class Probe(Struct, frozen=True, kw_only=True):
+    """Fixed ids and the trainer's own log-probs of them under the new weights (T = 1)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """[len(token_ids) - 1] of ids 1.. given their prefix"""
+    tolerance: float
+
+
+class CellPhase(StrEnum):
+    """How far one engine of a cell has come; the order is the protocol."""
+
+    ANNOUNCED = "announced"
+    BEGUN = "begun"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+class UpdateOrder(Struct, frozen=True, kw_only=True):
+    """A weight update as one generator sees it: state that is pulled and repeated."""
+
+    publish_sequence: int
+    weights: WeightsName
+    cell_id: int
+    engine_ids: list[str]
+    """this generator's engines of the cell"""
+    ranks: list[int]
+    """their rank offsets"""
+    buckets: list[BucketSpec]
+    probe: Probe
+    rendezvous: Rendezvous | None = None
+    go: bool = False
+    """all engines of the cell have begun and the trainer is in the rendezvous: post the buckets"""
+    aborted: str = ""
+    """why nothing will be sent; end the session and go on with the weights you have"""
