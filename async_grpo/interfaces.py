@@ -16,14 +16,22 @@ from async_grpo.engine_api import (
     ServerInfo,
     UpdateFromDistributedRequest,
 )
-from async_grpo.replay_api import DrawReply, WatchReply
+from async_grpo.replay_api import (
+    AnnounceReply,
+    DrawReply,
+    StartTrainerReply,
+    WaitCellReply,
+    WatchReply,
+)
 from async_grpo.replay_parts import (
+    BucketSpec,
     Cell,
     CellPhase,
     Dataset,
     EndStats,
     EngineStatus,
     Probe,
+    Rendezvous,
     RoleStatus,
 )
 from async_grpo.types import (
@@ -209,6 +217,10 @@ class GeneratorReplay(Protocol):
 class TrainerReplay(Protocol):
     """The replay server as trainer rank 0 uses it."""
 
+    async def start(self, restored_version: int) -> StartTrainerReply:
+        """Become the run's trainer; waits for a silent predecessor, at most peer_timeout_s."""
+        ...
+
     async def draw(self, draw_number: int, train_version: int) -> DrawReply:
         """Groups, wishes, or neither after one long poll."""
         ...
@@ -219,6 +231,41 @@ class TrainerReplay(Protocol):
 
     async def ack(self, step: int, draw_number: int, groups: list[tuple[int, int]]) -> None:
         """The step was applied."""
+        ...
+
+    async def announce(
+        self,
+        number: int,
+        weights: WeightsName,
+        *,
+        wished_only: bool,
+        plan_hash: str,
+        buckets: list[BucketSpec],
+        probe: Probe,
+    ) -> AnnounceReply:
+        """Start a publish; freezes the cells."""
+        ...
+
+    async def open_cell(self, publish_sequence: int, cell_id: int, rendezvous: Rendezvous) -> None:
+        """Rank 0 listens for this cell."""
+        ...
+
+    async def wait_cell(
+        self, publish_sequence: int, cell_id: int, phase: CellPhase, *, timeout_s: float
+    ) -> WaitCellReply:
+        """Phases once every engine is at `phase` or failed, or at the deadline."""
+        ...
+
+    async def abort_cell(self, publish_sequence: int, cell_id: int, reason: str) -> None:
+        """Nothing more will be broadcast to this cell."""
+        ...
+
+    async def heartbeat(self, draws: list[int], status: RoleStatus) -> None:
+        """I live; leases of other draws are released."""
+        ...
+
+    async def finish(self, reason: str) -> None:
+        """The run is over: everyone stops."""
         ...
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 
 def positive(where: str, owner: object, *names: str) -> Iterator[str]:
+    """A line for each named field that is not > 0."""
     for name in names:
         value = getattr(owner, name)
         if not value > 0:
@@ -11,6 +12,7 @@ def positive(where: str, owner: object, *names: str) -> Iterator[str]:
 
 
 def not_negative(where: str, owner: object, *names: str) -> Iterator[str]:
+    """A line for each named field that is negative."""
     for name in names:
         value = getattr(owner, name)
         if not value >= 0:
