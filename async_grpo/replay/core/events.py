@@ -13,9 +13,7 @@ from async_grpo.replay_parts import Dataset, Role
 
 @dataclass(slots=True, frozen=True)
 class Joined:
-    """A peer said a valid hello on its control connection. Another instance of the same
-    (role, name) has ended.
-    """
+    """A peer said a valid hello; another instance of the same (role, name) has ended."""
 
     peer: str
     """the instance"""
