@@ -1,0 +1,46 @@
+"""How per-token losses become one number: token weights and one global denominator.
+
+Losses are summed with these weights over any partition of the batch and divided once, so that
+micro-batches and ranks do not change the result.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+
+class Aggregation(StrEnum):
+    """What one token of a sequence weighs."""
+
+    token_mean = "token_mean"
+    """every token of the global batch the same"""
+    sequence_mean_token_mean = "sequence_mean_token_mean"
+    """every sequence the same, its tokens share alike"""
+
+
+def sequence_token_weights(aggregation: Aggregation, num_tokens: Sequence[int]) -> list[float]:
+    """Weight of each token of each sequence.
+
+    Args:
+        aggregation: the rule.
+        num_tokens: trained tokens of each sequence; 0 gives weight 0.
+    """
+    if aggregation is Aggregation.token_mean:
+        return [1.0 if count else 0.0 for count in num_tokens]
+    return [1.0 / count if count else 0.0 for count in num_tokens]
+
+
+def denominator(aggregation: Aggregation, num_tokens: Sequence[int]) -> float:
+    """What the weighted sum over the *global* batch is divided by.
+
+    Counts what was drawn, also where a clip or a zero advantage removes the gradient.
+
+    Raises:
+        ValueError: the batch has no token to train on.
+    """
+    if aggregation is Aggregation.token_mean:
+        total = sum(num_tokens)
+    else:
+        total = sum(1 for count in num_tokens if count)
+    if not total:
+        raise ValueError("the batch has no token to train on")
+    return float(total)

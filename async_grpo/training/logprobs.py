@@ -1,0 +1,91 @@
+"""Log-probs of chosen tokens from hidden states, without ever holding the full logits.
+
+Knows nothing of policies or batches. Shapes: N = rows, H = hidden size, V = vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    """float32 or better: a log-sum-exp in bfloat16 is unstable."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """Keeps only the log-sum-exp of each row; the backward makes each chunk's logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _accumulator(hidden.dtype)
+        rows = hidden.shape[0]
+        logprobs, entropy, lse = (
+            torch.empty(rows, dtype=dtype, device=hidden.device) for _ in range(3)
+        )
+        for start in range(0, rows, chunk):
+            part = slice(start, start + chunk)
+            logits = (hidden[part] @ weight.T).to(dtype) / temperature[part, None]
+            lse[part] = logits.logsumexp(-1)
+            chosen = logits.gather(-1, targets[part, None]).squeeze(-1)
+            logprobs[part] = chosen - lse[part]
+            probabilities = (logits - lse[part, None]).exp_()
+            entropy[part] = lse[part] - (probabilities * logits).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, temperature, lse)
+        ctx.chunk = chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, targets, temperature, lse = ctx.saved_tensors
+        dtype = _accumulator(hidden.dtype)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            scale = temperature[part, None]
+            logits = (hidden[part] @ weight.T).to(dtype) / scale
+            # d logprob / d logits = (one-hot - softmax) / temperature
+            grad = logits.sub_(lse[part, None]).exp_().neg_()
+            index = targets[part, None]
+            grad.scatter_add_(-1, index, torch.ones_like(index, dtype=dtype))
+            grad *= gradients[0][part, None] / scale
+            if grad_hidden is not None:
+                grad_hidden[part] = grad.to(weight.dtype) @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.T, hidden[part].to(dtype))
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def chosen_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, *, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of `targets` and the entropy of their distributions, at `temperature`.
+
+    log_softmax(hidden @ weight.T / temperature): the temperature is inside the softmax, as the
+    sampler's is. Peak memory is two chunks of logits and one gradient of the head.
+
+    Args:
+        hidden: [N, H], last hidden states.
+        weight: [V, H], the head.
+        targets: [N] int64.
+        temperature: [N], of the accumulation dtype (float32 or better), > 0.
+        chunk_tokens: rows whose logits are made at a time.
+
+    Returns:
+        log-probs [N] in nats with gradient to hidden and weight, and entropy [N] in nats without;
+        float32, or float64 for float64 input.
+    """
+    result: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
+        hidden, weight, targets, temperature, chunk_tokens
+    )
+    return result
