@@ -1,0 +1,39 @@
+"""What the two ends of the wire set and do alike with their sockets and frames."""
+
+from collections.abc import Mapping, Sequence
+
+import zmq
+import zmq.asyncio
+
+from async_grpo.transport.group_header import Frame
+
+ZERO_COPY_BYTES = 256 << 10
+"""From this size on a message is sent without copying; below, copying is cheaper."""
+_VIEW_BYTES = 64 << 10
+"""Smaller received frames are copied: as views they would pin the library's read buffer."""
+COMMON_OPTIONS: Mapping[int, int | bytes] = {
+    # A peer that says nothing for 6 s is disconnected; the i/o thread answers for a busy process.
+    zmq.HEARTBEAT_IVL: 2000,
+    zmq.HEARTBEAT_TIMEOUT: 6000,
+    zmq.HEARTBEAT_TTL: 6000,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 30,
+    zmq.TCP_KEEPALIVE_INTVL: 10,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+
+
+def set_options(socket: "zmq.asyncio.Socket", options: Mapping[int, int | bytes]) -> None:
+    """Set each option."""
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+
+
+def is_large(payload: Sequence[Frame]) -> bool:
+    """Whether sending without a copy is cheaper."""
+    return sum(memoryview(frame).nbytes for frame in payload) >= ZERO_COPY_BYTES
+
+
+def taken(frame: zmq.Frame) -> Frame:
+    """The content of a received frame; a large one is not copied."""
+    return frame.buffer if len(frame) >= _VIEW_BYTES else frame.bytes
