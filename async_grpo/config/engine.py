@@ -34,6 +34,14 @@ class EngineSection:
     """Longest prompt + completion; 0: the model's own limit."""
     page_size: int = 16
     """KV cache block, in tokens."""
+    max_batch_tokens: int = 256
+    """Embedded engine: tokens of one forward pass, new prompts and decode slots together."""
+    kv_cache_bytes: int = 1 << 30
+    """Embedded engine: upper limit of its KV cache and attention mask; less is allocated when
+    max_running_requests sequences of context_length need less."""
+    sampling_seed: int | None = None
+    """Embedded engine: seed of its sampling; null: fresh entropy at each start, so that engines and
+    restarts draw different samples."""
     threads: int = 1
     """CPU threads of one engine."""
     start_timeout_s: float = 180.0
@@ -46,8 +54,8 @@ class EngineSection:
     def problems(self, where: str) -> Iterator[str]:
         """Every complaint about this section."""
         yield from positive(
-            where, self, "num_engines", "max_running_requests", "page_size", "threads",
-            "start_timeout_s", "control_timeout_s",
+            where, self, "num_engines", "max_running_requests", "page_size", "max_batch_tokens",
+            "kv_cache_bytes", "threads", "start_timeout_s", "control_timeout_s",
         )  # fmt: skip
         yield from not_negative(where, self, "context_length", "max_restarts", "port")
         for url in self.urls:
