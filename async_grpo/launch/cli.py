@@ -1,0 +1,186 @@
+"""The `async-grpo` command: parses, loads the configuration, hands over to a role.
+
+Imports no role, and so no torch, before the command is known: `--help` must answer at once. Knows
+nothing of what a role does.
+"""
+
+import argparse
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from async_grpo import __version__
+from async_grpo.errors import AsyncGrpoError, ConfigError, ExitCode
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code of the process.
+
+    An `AsyncGrpoError` is a message without a traceback and its own exit code. Any other exception
+    is a defect of ours: it passes through, so that Python prints it and exits with 1.
+    """
+    try:
+        args = _parse(argv)
+        command: Callable[[argparse.Namespace], ExitCode] = args.command
+        return int(command(args))
+    except AsyncGrpoError as error:
+        print(f"async-grpo: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    # argparse gives up on positionals that follow an option (`CONFIG --name g key=value`).
+    args, extra = parser.parse_known_args(argv)
+    if extra and hasattr(args, "overrides") and not any(item.startswith("-") for item in extra):
+        args.overrides += extra
+    elif extra:
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="async-grpo",
+        description="Asynchronous, off-policy-tolerant GRPO for language models.",
+        epilog="exit codes: 0 done or stopped by SIGTERM, 2 configuration, 3 a peer or a deadline, "
+        "4 numerics, 130 Ctrl-C, 1 anything else",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def configured(
+        name: str, command: Callable[[argparse.Namespace], ExitCode], text: str
+    ) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("config", metavar="CONFIG", help="YAML file")
+        sub.add_argument("overrides", metavar="key=value", nargs="*", help="wins over the file")
+        sub.set_defaults(command=command)
+        return sub
+
+    configured("run", _run, "all roles on this machine, with live progress")
+    configured("replay", _replay, "the replay server alone")
+    generator = configured("generator", _generator, "one generator alone, with its engines")
+    generator.add_argument("--name", default="", help="unique in the run; default: host and pid")
+    trainer = configured("trainer", _trainer, "the trainer alone")
+    trainer.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks; 1 for now")
+    configured("engine", _engine, "the embedded engine alone")
+    configured("check", _check, "the resolved configuration and what follows from it")
+    configured("prepare", _prepare, "make the initial model if policy.maker names how")
+    audit = commands.add_parser("audit", help="prove a run's accounting from its witnesses")
+    audit.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    audit.add_argument("--json", action="store_true", help="machine-readable")
+    audit.set_defaults(command=_audit)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> ExitCode:
+    from async_grpo.config.load import load_config
+    from async_grpo.launch.run import run
+
+    config = load_config(args.config, args.overrides)
+    _set_up_logging(logging.WARNING)
+    return run(config)
+
+
+def _replay(args: argparse.Namespace) -> ExitCode:
+    _become_role()
+    from async_grpo.config.load import load_config
+    from async_grpo.roles import replay_server
+
+    replay_server.main(load_config(args.config, args.overrides))
+    return ExitCode.OK
+
+
+def _generator(args: argparse.Namespace) -> ExitCode:
+    _become_role()
+    from async_grpo.config.load import load_config
+    from async_grpo.roles import generator
+
+    name = args.name or f"generator-{socket.gethostname()}-{os.getpid()}"
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"--name {name!r} may hold letters, digits, '.', '_' and '-' only")
+    config = load_config(args.config, args.overrides)
+    generator.main(config, name=name, config_args=[args.config, *args.overrides])
+    return ExitCode.OK
+
+
+def _trainer(args: argparse.Namespace) -> ExitCode:
+    _become_role()
+    from async_grpo.config.load import load_config
+
+    config = load_config(args.config, args.overrides)
+    if args.nproc != 1:
+        raise ConfigError(f"--nproc {args.nproc}: one rank in this version")
+    # Imports torch, so only now that the configuration is known to be right.
+    from async_grpo.roles import trainer
+
+    trainer.main(config)
+    return ExitCode.OK
+
+
+def _engine(args: argparse.Namespace) -> ExitCode:
+    _become_role()
+    from async_grpo.config.load import load_config
+
+    config = load_config(args.config, args.overrides)
+    from async_grpo.engine import server
+
+    server.main(config, port=config.engine.port)
+    return ExitCode.OK
+
+
+def _check(args: argparse.Namespace) -> ExitCode:
+    from async_grpo.config.load import load_config
+    from async_grpo.launch.check import describe
+
+    print(describe(load_config(args.config, args.overrides)), end="")
+    return ExitCode.OK
+
+
+def _prepare(args: argparse.Namespace) -> ExitCode:
+    _become_role()
+    from async_grpo.config.load import load_config
+    from async_grpo.launch.prepare import prepare
+
+    prepare(load_config(args.config, args.overrides))
+    return ExitCode.OK
+
+
+def _audit(args: argparse.Namespace) -> ExitCode:
+    from async_grpo.analysis.audit import audit
+
+    report = audit(args.run_dir)
+    print(json.dumps(report.to_json()) if args.json else str(report))
+    return ExitCode.OK if report.ok else ExitCode.OTHER
+
+
+def _become_role() -> None:
+    """What every role needs before its slow imports: a parent, a log, an answer to SIGTERM."""
+    from async_grpo.transport.parent import exit_with_parent
+
+    exit_with_parent()
+    signal.signal(signal.SIGTERM, _exit_cleanly)  # until the role installs its own
+    _set_up_logging(logging.INFO)
+
+
+def _exit_cleanly(_signum: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(ExitCode.OK)
+
+
+def _set_up_logging(level: int) -> None:
+    logging.basicConfig(
+        level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )

@@ -1,0 +1,103 @@
+"""`async-grpo run`: one run on one machine, from the configuration to the summary."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from async_grpo.config.load import to_yaml
+from async_grpo.config.run_directory import RunDirectory
+from async_grpo.config.schema import Config
+from async_grpo.errors import ConfigError, ExitCode
+from async_grpo.launch.prepare import needs_preparation
+from async_grpo.launch.processes import RoleCommand, adopt_orphans, end_orphans
+from async_grpo.launch.status import StatusLine
+from async_grpo.launch.summary import summarize
+from async_grpo.launch.supervisor import REPLAY, TRAINER, Outcome, RunCommands, Supervisor
+from async_grpo.replay.client import MonitorClient
+
+ORPHAN_GRACE_S = 1.0
+"""Budget of engines to notice that their generator is gone."""
+
+
+def run(config: Config) -> ExitCode:
+    """Run all roles; prints progress and a summary.
+
+    Raises:
+        ConfigError: the run directory already holds a run.
+    """
+    directory = RunDirectory(Path(config.run.output_dir))
+    _take(directory, config)
+    adopt_orphans()
+    outcome, status = asyncio.run(_supervise(config, directory))
+    if num_killed := end_orphans(ORPHAN_GRACE_S):
+        _say(f"{num_killed} left-over processes had to be killed")
+    if outcome.code is not ExitCode.OK:
+        print(f"async-grpo: {outcome.cause}", file=sys.stderr)
+    summary = summarize(config, directory, outcome, status.last)
+    print(summary.text)
+    if outcome.code is ExitCode.OK and not summary.audit_ok:
+        return ExitCode.OTHER
+    return outcome.code
+
+
+async def _supervise(config: Config, directory: RunDirectory) -> tuple[Outcome, StatusLine]:
+    status = StatusLine(config, directory, lambda settings: MonitorClient(settings), _say)
+    commands = run_commands(config, directory)
+    supervisor = Supervisor(config.launch, commands, _say, beside=status.loop)
+    _say(f"run directory {directory.root}; logs in {directory.logs}")
+    outcome = await supervisor.run()
+    return outcome, status
+
+
+def run_commands(config: Config, directory: RunDirectory) -> RunCommands:
+    """How `run` starts each role; every role reads the resolved configuration."""
+
+    def command(
+        name: str, subcommand: str, options: Sequence[str], *, address: str | None, threads: int
+    ) -> RoleCommand:
+        args = [sys.executable, "-m", "async_grpo", subcommand, str(directory.config), *options]
+        if address is not None:
+            args.append(f"replay.address={address}")
+        return RoleCommand(name, args, directory.role_log(name), _environment(threads))
+
+    def replay(address: str | None) -> RoleCommand:
+        return command(REPLAY, REPLAY, [], address=address, threads=1)
+
+    def others(address: str) -> list[RoleCommand]:
+        trainer_threads, engine_threads = config.trainer.threads, config.engine.threads
+        names = [f"generator-{index}" for index in range(config.launch.num_generators)]
+        generators = [
+            command(name, "generator", ["--name", name], address=address, threads=engine_threads)
+            for name in names
+        ]
+        trainer = command(TRAINER, TRAINER, [], address=address, threads=trainer_threads)
+        return [*generators, trainer]
+
+    prepare = None
+    if needs_preparation(config):
+        prepare = command("prepare", "prepare", [], address=None, threads=config.trainer.threads)
+    return RunCommands(prepare, directory.bound_address, replay, others)
+
+
+def _take(directory: RunDirectory, config: Config) -> None:
+    """Make the run directory and write the resolved configuration."""
+    if directory.ledger.exists():
+        raise ConfigError(
+            f"run.output_dir: {directory.root} already holds a run ({directory.ledger.name}); "
+            "choose another run.output_dir, or remove the directory if its results are not needed"
+        )
+    for folder in (directory.root, directory.logs, directory.bound_address.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    directory.config.write_text(to_yaml(config), encoding="utf-8")
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """A role that spins on cores of another slows both; each gets its own number of threads."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    fixed = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {name: str(threads) for name in names} | fixed
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

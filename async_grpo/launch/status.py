@@ -1,0 +1,148 @@
+"""The live status line of `run`: what the replay server and the step log say, every few seconds.
+
+Reads only; a run does not depend on it.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from async_grpo.config.run_directory import RunDirectory
+from async_grpo.config.schema import Config
+from async_grpo.errors import PeerError
+from async_grpo.interfaces import Clock
+from async_grpo.replay_api import StatsReply
+from async_grpo.replay_parts import Role, RoleStatus
+
+_TAIL_BYTES = 65536
+
+
+class Monitor(Protocol):
+    """The replay server as an onlooker uses it."""
+
+    async def connect(self) -> None:
+        """Say hello."""
+        ...
+
+    async def stats(self) -> StatsReply:
+        """Counters and peers."""
+        ...
+
+    async def close(self) -> None:
+        """Close connections."""
+        ...
+
+
+class StatusLine:
+    """Prints one line every `launch.status_s`.
+
+    Attributes:
+        last: the newest answer of the replay server; None before the first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        open_monitor: Callable[[Config], Monitor],
+        say: Callable[[str], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._open_monitor = open_monitor
+        self._say = say
+        self._clock = clock
+        self._started = clock()
+        self.last: StatsReply | None = None
+
+    async def loop(self, address: str) -> None:
+        """Print until cancelled; a silent server costs one line that says so."""
+        settings = _at_address(self._config, address)
+        monitor = self._open_monitor(settings)
+        try:
+            connected = False
+            while True:
+                await asyncio.sleep(self._config.launch.status_s)
+                try:
+                    async with asyncio.timeout(self._config.replay.request_timeout_s):
+                        if not connected:
+                            await monitor.connect()
+                            connected = True
+                        self.last = await monitor.stats()
+                except (PeerError, TimeoutError) as error:
+                    self._say(f"{self._elapsed()} replay: no answer ({error or 'timeout'})")
+                    continue
+                steps = read_metrics(self._directory.metrics, tail_bytes=_TAIL_BYTES)
+                last_step = steps[-1] if steps else {}
+                total = self._config.run.num_train_steps
+                self._say(f"{self._elapsed()} {format_status(self.last, last_step, total)}")
+        finally:
+            await monitor.close()
+
+    def _elapsed(self) -> str:
+        seconds = int(self._clock() - self._started)
+        return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def format_status(stats: StatsReply, last_step: dict[str, Any], num_train_steps: int) -> str:
+    """One line: progress, the last step's figures, what each role does, the buffer."""
+    parts = [f"step {stats.policy_version}/{num_train_steps}"]
+    for label, name, form in (
+        ("reward", "reward/mean", ".3f"),
+        ("staleness", "staleness/mean", ".2f"),
+    ):
+        if (value := last_step.get(name)) is not None:
+            parts.append(f"{label} {value:{form}}")
+    roles = []
+    for peer in stats.peers:
+        if peer.role is Role.MONITOR or peer.status is None:
+            continue
+        rate = peer.status.metrics.get("tokens_per_s")
+        speed = f" {rate:,.0f} tok/s" if rate is not None else ""
+        busy = utilization(peer.status)
+        share = f" ({busy:.0%} busy)" if busy is not None else ""
+        roles.append(f"{peer.name} {peer.status.state}{share}{speed}")
+    parts += roles
+    mebibytes = stats.stored_bytes / 2**20
+    parts.append(
+        f"groups {stats.claimed} claimed, {stats.stored} stored ({mebibytes:.1f} MiB), "
+        f"{stats.leased} leased, {sum(stats.dropped.values())} dropped"
+    )
+    return " | ".join(parts)
+
+
+_BUSY = ("working", "generating")
+
+
+def utilization(status: RoleStatus) -> float | None:
+    """Share of the time since start-up that the role did its work; None before that."""
+    past_start = sum(status.seconds.values()) - status.seconds.get("starting", 0.0)
+    if past_start <= 0:
+        return None
+    return sum(status.seconds.get(state, 0.0) for state in _BUSY) / past_start
+
+
+def read_metrics(path: Path, tail_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The step log's lines, oldest first; of a long one only those within the last `tail_bytes`.
+
+    A line that is still being written is left out.
+    """
+    if not path.exists():
+        return []
+    with path.open("rb") as log:
+        size = log.seek(0, 2)
+        start = max(0, size - tail_bytes) if tail_bytes is not None else 0
+        log.seek(start)
+        lines = log.read().split(b"\n")
+    whole = lines[1 if start else 0 : -1]  # what follows the last newline is not whole yet
+    return [json.loads(line) for line in whole if line]
+
+
+def _at_address(config: Config, address: str) -> Config:
+    """`config` with the address that the replay server really listens on."""
+    return replace(config, replay=replace(config.replay, address=address))

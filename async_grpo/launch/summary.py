@@ -1,0 +1,92 @@
+"""The last words of `run`: what was learned, how stale, how busy, and whether the books balance."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from async_grpo.analysis.audit import AuditReport, audit
+from async_grpo.config.run_directory import RunDirectory
+from async_grpo.config.schema import Config
+from async_grpo.launch.status import read_metrics, utilization
+from async_grpo.launch.supervisor import Outcome
+from async_grpo.replay_api import StatsReply
+from async_grpo.replay_parts import Role
+
+_NUM_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What to print, and the verdict in it."""
+
+    text: str
+    audit_ok: bool
+
+
+def summarize(
+    config: Config, directory: RunDirectory, outcome: Outcome, stats: StatsReply | None
+) -> Summary:
+    """Read the run directory; `stats` is the replay server's last answer, if there was one."""
+    steps = read_metrics(directory.metrics)
+    lines = ["", f"{outcome.cause.splitlines()[0]}; summary of {directory.root}"]
+    lines.append(f"  steps        {len(steps)} of {config.run.num_train_steps}")
+    if steps:
+        lines += _learning(steps)
+    lines += _busy(stats)
+    restarts = ", ".join(f"{name} {count}" for name, count in outcome.restarts.items())
+    lines.append(f"  restarts     {restarts or 'none'}")
+    if not directory.ledger.exists():
+        lines.append("  audit        nothing to audit: the replay server wrote no ledger")
+        return Summary("\n".join(lines), audit_ok=False)
+    report = audit(directory.root)
+    lines += _books(report)
+    return Summary("\n".join(lines), report.ok)
+
+
+def _learning(steps: list[dict[str, Any]]) -> list[str]:
+    first, last = (
+        _mean(steps[:_NUM_STEPS], "reward/mean"),
+        _mean(steps[-_NUM_STEPS:], "reward/mean"),
+    )
+    num = min(_NUM_STEPS, len(steps))
+    staleness = _mean(steps, "staleness/mean")
+    worst = max((step.get("staleness/max", 0) for step in steps), default=0)
+    seconds = steps[-1].get("time/wall_s", 0.0)
+    return [
+        f"  reward       {_figure(first)} (first {num} steps) -> {_figure(last)} (last {num})",
+        f"  staleness    {_figure(staleness)} mean, {worst:g} at most",
+        f"  train time   {seconds:.1f} s",
+    ]
+
+
+def _mean(steps: list[dict[str, Any]], name: str) -> float | None:
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _busy(stats: StatsReply | None) -> list[str]:
+    """Share of its time that each role worked, by the role's own account in its last heartbeat."""
+    shares = []
+    for peer in stats.peers if stats is not None else []:
+        if peer.role is not Role.MONITOR and peer.status is not None:
+            busy = utilization(peer.status)
+            shares.append(f"{peer.name} {'-' if busy is None else f'{busy:.0%}'}")
+    return [f"  busy         {', '.join(shares) or 'unknown: no heartbeat was seen'}"]
+
+
+def _books(report: AuditReport) -> list[str]:
+    figures = report.to_json()
+    dropped, reissued = figures["dropped"], figures["reissued"]
+    lines = [
+        f"  groups       {figures['tickets']} tickets = {figures['trained']} trained + "
+        f"{_total(dropped)} dropped + {figures['open']} open; {_total(reissued)} reissued",
+        f"  audit        {'ok' if report.ok else 'NOT OK'}",
+    ]
+    return lines + [f"    {problem}" for problem in figures["problems"]]
+
+
+def _total(count: Any) -> int:
+    return sum(count.values()) if isinstance(count, dict) else int(count)

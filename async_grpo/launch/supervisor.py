@@ -1,0 +1,239 @@
+"""Keeps the roles of one run alive on one machine, and ends them together.
+
+    who                     waits for                    unblocked by / at the latest
+    run                     the first reason to end      trainer's exit, a used-up restart budget,
+                                                         SIGINT, SIGTERM
+    _start_replay           the bound address            the file, the server's exit / START_S
+    _keep(role)             the role's exit              pidfd
+    _watch_trainer          the trainer's exit           pidfd; its own no_progress_timeout_s
+    _stop                   everyone's exit              pidfd, a second Ctrl-C / shutdown_timeout_s
+
+The first reason wins; everything after it is part of stopping. Knows the roles by their commands
+only: it reads no ledger, no metrics and no message.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_grpo.config.launch import LaunchSection
+from async_grpo.errors import ExitCode
+from async_grpo.launch.processes import RoleCommand, RoleProcess, describe_exit, wait_all
+
+START_S = 60.0
+"""Budget of the replay server from its start to its address."""
+KILL_S = 5.0
+"""Budget of the kernel from SIGKILL to the exit."""
+_FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 0.2, 5.0
+
+REPLAY, TRAINER = "replay", "trainer"
+
+
+@dataclass(frozen=True)
+class RunCommands:
+    """How to start each role of a run."""
+
+    prepare: RoleCommand | None
+    """runs to its end before the others; None: nothing to prepare"""
+    bound_address: Path
+    """the replay server writes its address here"""
+    replay: Callable[[str | None], RoleCommand]
+    """command of the replay server; the address to take again, or None for the configured one"""
+    others: Callable[[str], Sequence[RoleCommand]]
+    """commands of the trainer (named `trainer`) and the generators, given the address"""
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    code: ExitCode
+    cause: str
+    restarts: dict[str, int] = field(default_factory=dict)
+    stopped_in_order: bool = True
+    """nobody had to be killed at the end"""
+
+
+class Supervisor:
+    """One run. `say` prints a line for people; `beside` runs along, given the address."""
+
+    def __init__(
+        self,
+        settings: LaunchSection,
+        commands: RunCommands,
+        say: Callable[[str], None],
+        beside: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._commands = commands
+        self._say = say
+        self._beside = beside
+        self._processes: dict[str, RoleProcess] = {}
+        self._restarts: dict[str, int] = {}
+        self._address = ""
+        self._outcome: Outcome | None = None
+        self._ended = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    @property
+    def processes(self) -> dict[str, RoleProcess]:
+        """Role -> its newest process."""
+        return dict(self._processes)
+
+    async def run(self) -> Outcome:
+        """Run until there is a reason to end; every process is gone when this returns."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._end, ExitCode.OK, "stopped by SIGTERM")
+        work = asyncio.create_task(self._work())
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()  # returns only by an exception or after a reason to end
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        finally:
+            ended.cancel()
+            in_order = await self._stop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+        assert self._outcome is not None, "work ended without a reason"
+        self._outcome.restarts = dict(self._restarts)
+        self._outcome.stopped_in_order = in_order
+        return self._outcome
+
+    async def _work(self) -> None:
+        if not await self._prepare() or not await self._start_replay():
+            return
+        for command in self._commands.others(self._address):
+            self._start(command)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_trainer())
+            for name in self._processes:
+                if name != TRAINER:
+                    group.create_task(self._keep(name))
+            if self._beside is not None:
+                group.create_task(self._beside(self._address))
+
+    async def _prepare(self) -> bool:
+        command = self._commands.prepare
+        if command is None:
+            return True
+        process = self._start(command)
+        code = await process.wait()
+        del self._processes[command.name]
+        if code:
+            known = code in (ExitCode.CONFIG, ExitCode.PEER)
+            self._fail(process, code, ExitCode(code) if known else ExitCode.OTHER)
+        return not code
+
+    async def _start_replay(self) -> bool:
+        path = self._commands.bound_address
+        path.unlink(missing_ok=True)
+        process = self._start(self._commands.replay(None))
+        exited = asyncio.ensure_future(process.wait())
+        deadline = asyncio.get_running_loop().time() + START_S
+        while not path.exists():
+            # A file has no event without inotify; this happens once per run.
+            await asyncio.wait({exited}, timeout=0.02)
+            if exited.done():
+                self._fail(process, exited.result(), _passed_on(exited.result()))
+                return False
+            if asyncio.get_running_loop().time() > deadline:
+                self._end(ExitCode.PEER, f"{REPLAY} wrote no address within {START_S:.0f} s")
+                return False
+        exited.cancel()
+        self._address = path.read_text(encoding="utf-8").strip()
+        return True
+
+    def _start(self, command: RoleCommand) -> RoleProcess:
+        process = RoleProcess(command)
+        self._processes[command.name] = process
+        return process
+
+    async def _keep(self, name: str) -> None:
+        """Restart a generator or the replay server, within its budget."""
+        while True:
+            process = self._processes[name]
+            code = await process.wait()
+            if code == ExitCode.OK:
+                await self._stopped_by_itself(name)
+                return
+            used = self._restarts.get(name, 0)
+            if code == ExitCode.CONFIG or used >= self._settings.max_restarts:
+                self._fail(process, code, _passed_on(code))
+                return
+            self._restarts[name] = used + 1
+            self._say(
+                f"{name} {describe_exit(code)}; restart {used + 1} of {self._settings.max_restarts}"
+            )
+            await asyncio.sleep(min(_FIRST_BACK_OFF_S * 2**used, _MAX_BACK_OFF_S))
+            command = self._commands.replay(self._address) if name == REPLAY else process.command
+            self._start(command)
+
+    async def _stopped_by_itself(self, name: str) -> None:
+        """A clean exit: the run is over, or somebody stopped this role; then others starve."""
+        generators = [each for each in self._processes if each not in {REPLAY, TRAINER}]
+        needed = name == REPLAY or not any(self._processes[each].running for each in generators)
+        if not needed:
+            self._say(f"{name} has stopped; the run goes on without it")
+            return
+        await asyncio.sleep(self._settings.shutdown_timeout_s)
+        self._end(ExitCode.PEER, f"{name} was stopped while the trainer still runs")
+
+    async def _watch_trainer(self) -> None:
+        process = self._processes[TRAINER]
+        code = await process.wait()
+        if code == ExitCode.OK:
+            self._end(ExitCode.OK, "the trainer is done")
+        else:
+            self._fail(process, code, _passed_on(code))
+
+    def _interrupt(self) -> None:
+        if self._ended.is_set():
+            self._hurry.set()
+        self._end(ExitCode.INTERRUPTED, "interrupted by Ctrl-C")
+
+    def _fail(self, process: RoleProcess, code: int, exit_code: ExitCode) -> None:
+        tail = process.tail()
+        where = f"; the end of {process.command.log}:\n{tail}" if tail else ""
+        self._end(exit_code, f"{process.name} {describe_exit(code)}{where}")
+
+    def _end(self, code: ExitCode, cause: str) -> None:
+        if self._outcome is None:
+            self._outcome = Outcome(code, cause)
+            self._ended.set()
+
+    async def _stop(self) -> bool:
+        """End everyone within 0.9 shutdown_timeout_s, the replay server last; True: in order."""
+        budget_s = self._settings.shutdown_timeout_s
+        everyone = list(self._processes.values())
+        workers = [process for process in everyone if process.name != REPLAY]
+        trainer = self._processes.get(TRAINER)
+        told_by_trainer = trainer is not None and not trainer.running
+        if told_by_trainer and await wait_all(everyone, 0.3 * budget_s, self._hurry):
+            return True
+        for process in workers:
+            process.terminate()
+        in_order = await wait_all(workers, 0.45 * budget_s, self._hurry)
+        servers = [process for process in everyone if process.name == REPLAY]
+        for process in servers:
+            process.terminate()
+        in_order &= await wait_all(servers, 0.15 * budget_s, self._hurry)
+        for process in everyone:
+            process.kill()
+        if not await wait_all(everyone, KILL_S, asyncio.Event()):
+            names = ", ".join(process.name for process in everyone if process.running)
+            self._say(f"still there {KILL_S:.0f} s after SIGKILL: {names}")
+        return in_order
+
+
+def _passed_on(code: int) -> ExitCode:
+    """The exit code of a run that ends because a role ended with `code`."""
+    if code in (ExitCode.CONFIG, ExitCode.NUMERICS):
+        return ExitCode(code)
+    return ExitCode.PEER
