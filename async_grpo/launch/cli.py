@@ -15,10 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from async_grpo import __version__
 from async_grpo.errors import AsyncGrpoError, ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from async_grpo.config.schema import Config
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -86,45 +89,43 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+# Each loads the configuration before it imports its role: a typing error answers at once.
+
+
 def _run(args: argparse.Namespace) -> ExitCode:
-    from async_grpo.config.load import load_config
+    config = _load(args)
     from async_grpo.launch.run import run
 
-    config = load_config(args.config, args.overrides)
     _set_up_logging(logging.WARNING)
     return run(config)
 
 
 def _replay(args: argparse.Namespace) -> ExitCode:
     _become_role()
-    from async_grpo.config.load import load_config
+    config = _load(args)
     from async_grpo.roles import replay_server
 
-    replay_server.main(load_config(args.config, args.overrides))
+    replay_server.main(config)
     return ExitCode.OK
 
 
 def _generator(args: argparse.Namespace) -> ExitCode:
     _become_role()
-    from async_grpo.config.load import load_config
-    from async_grpo.roles import generator
-
     name = args.name or f"generator-{socket.gethostname()}-{os.getpid()}"
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name {name!r} may hold letters, digits, '.', '_' and '-' only")
-    config = load_config(args.config, args.overrides)
+    config = _load(args)
+    from async_grpo.roles import generator
+
     generator.main(config, name=name, config_args=[args.config, *args.overrides])
     return ExitCode.OK
 
 
 def _trainer(args: argparse.Namespace) -> ExitCode:
     _become_role()
-    from async_grpo.config.load import load_config
-
-    config = load_config(args.config, args.overrides)
+    config = _load(args)
     if args.nproc != 1:
         raise ConfigError(f"--nproc {args.nproc}: one rank in this version")
-    # Imports torch, so only now that the configuration is known to be right.
     from async_grpo.roles import trainer
 
     trainer.main(config)
@@ -133,9 +134,7 @@ def _trainer(args: argparse.Namespace) -> ExitCode:
 
 def _engine(args: argparse.Namespace) -> ExitCode:
     _become_role()
-    from async_grpo.config.load import load_config
-
-    config = load_config(args.config, args.overrides)
+    config = _load(args)
     from async_grpo.engine import server
 
     server.main(config, port=config.engine.port)
@@ -143,19 +142,19 @@ def _engine(args: argparse.Namespace) -> ExitCode:
 
 
 def _check(args: argparse.Namespace) -> ExitCode:
-    from async_grpo.config.load import load_config
+    config = _load(args)
     from async_grpo.launch.check import describe
 
-    print(describe(load_config(args.config, args.overrides)), end="")
+    print(describe(config), end="")
     return ExitCode.OK
 
 
 def _prepare(args: argparse.Namespace) -> ExitCode:
     _become_role()
-    from async_grpo.config.load import load_config
+    config = _load(args)
     from async_grpo.launch.prepare import prepare
 
-    prepare(load_config(args.config, args.overrides))
+    prepare(config)
     return ExitCode.OK
 
 
@@ -165,6 +164,12 @@ def _audit(args: argparse.Namespace) -> ExitCode:
     report = audit(args.run_dir)
     print(json.dumps(report.to_json()) if args.json else str(report))
     return ExitCode.OK if report.ok else ExitCode.OTHER
+
+
+def _load(args: argparse.Namespace) -> "Config":
+    from async_grpo.config.load import load_config
+
+    return load_config(args.config, args.overrides)
 
 
 def _become_role() -> None:
