@@ -1,0 +1,267 @@
+"""The replay core: `apply(event, now) -> Effects`. No I/O, no clock of its own, no threads.
+
+`now` is monotonic seconds. What the server does with the effects, in this order: write the records
+to the ledger, then reply, then forget freed payloads, then try parked requests again.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from async_grpo.replay.core import generator_requests, trainer_requests
+from async_grpo.replay.core.events import Effects, Event, Joined, Received, Tick
+from async_grpo.replay.core.invariants import check_invariants
+from async_grpo.replay.core.kernel import Kernel, refuse
+from async_grpo.replay.core.members import Member
+from async_grpo.replay.core.records import DatasetAgreed, Record, Released
+from async_grpo.replay.core.settings import CoreSettings
+from async_grpo.replay.core.state import State
+from async_grpo.replay.core.tickets import Phase
+from async_grpo.replay_api import (
+    AbortCell,
+    Ack,
+    Announce,
+    Claim,
+    ClaimReply,
+    Credit,
+    CreditReply,
+    Draw,
+    DrawReply,
+    End,
+    EnginePhase,
+    ErrorCode,
+    Fetch,
+    Finish,
+    GeneratorHeartbeat,
+    HelloReply,
+    Insert,
+    Leave,
+    Ok,
+    OpenCell,
+    PeerView,
+    Reply,
+    Request,
+    StartTrainer,
+    Stats,
+    StatsReply,
+    TrainerHeartbeat,
+    WaitCell,
+    Watch,
+)
+from async_grpo.replay_parts import Role
+from async_grpo.types import ReissueReason, WeightsName
+
+Handler = Callable[[Kernel, Member, Any, float], Reply | None]
+
+
+class ReplayCore:
+    """Decides everything about tickets, leases, versions and publishes."""
+
+    kernel_class: ClassVar[type[Kernel]] = Kernel
+    handlers: ClassVar[dict[type, tuple[Role, Handler]]] = {
+        Claim: (Role.GENERATOR, generator_requests.claim),
+        Credit: (Role.GENERATOR, generator_requests.credit),
+        Insert: (Role.GENERATOR, generator_requests.insert),
+        End: (Role.GENERATOR, generator_requests.end),
+        Watch: (Role.GENERATOR, generator_requests.watch),
+        EnginePhase: (Role.GENERATOR, generator_requests.engine_phase),
+        GeneratorHeartbeat: (Role.GENERATOR, generator_requests.heartbeat),
+        StartTrainer: (Role.TRAINER, trainer_requests.start),
+        Draw: (Role.TRAINER, trainer_requests.draw),
+        Fetch: (Role.TRAINER, trainer_requests.fetch),
+        TrainerHeartbeat: (Role.TRAINER, trainer_requests.heartbeat),
+        Ack: (Role.TRAINER, trainer_requests.ack),
+        Announce: (Role.TRAINER, trainer_requests.announce),
+        OpenCell: (Role.TRAINER, trainer_requests.open_cell),
+        WaitCell: (Role.TRAINER, trainer_requests.wait_cell),
+        AbortCell: (Role.TRAINER, trainer_requests.abort_cell),
+        Finish: (Role.TRAINER, trainer_requests.finish),
+    }
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self._kernel = self.kernel_class.create(settings)
+
+    @classmethod
+    def restore(cls, settings: CoreSettings, records: Iterable[Record], now: float) -> "ReplayCore":
+        """The core that wrote `records`, after a restart that lost the stored payloads.
+
+        Stored groups are reissued as `lost`; the records of that are in the effects of the first
+        `apply`. Leased groups stay leased. Owners of claims and the trainer count as seen `now`.
+        """
+        core = cls(settings)
+        kernel = core._kernel
+        for record in records:
+            kernel.state.evolve(record)
+        book, versions = kernel.state.book, kernel.state.versions
+        kernel.unheld = {ticket.key for ticket in book.by_phase[Phase.LEASED].values()}
+        for ticket in book.by_phase[Phase.CLAIMED].values():
+            kernel.members.join(ticket.instance, Role.GENERATOR, ticket.generator, now)
+            kernel.deadlines[ticket.group_id] = now + settings.group_timeout_s
+        if versions.instance:
+            kernel.members.join(versions.instance, Role.TRAINER, "trainer", now)
+        if versions.announced is not None:
+            kernel.desk.restore(versions.announced)
+        kernel.revision += int(now * 1000)
+        for ticket in list(book.by_phase[Phase.STORED].values()):
+            kernel.reissue(ticket, ReissueReason.LOST)
+        return core
+
+    def apply(self, event: Event, now: float) -> Effects:
+        """Decide one event. Times never go back."""
+        kernel = self._kernel
+        reply = None
+        if isinstance(event, Received):
+            reply = self._receive(event.peer, event.request, now)
+        elif isinstance(event, Joined):
+            reply = self._join(event, now)
+        else:
+            assert isinstance(event, Tick), f"unknown event {event!r}"
+            self._tick(now)
+        effects = Effects(reply, list(kernel.records), list(kernel.freed), kernel.changed)
+        kernel.records.clear()
+        kernel.freed.clear()
+        kernel.changed = False
+        return effects
+
+    def empty_reply(self, request: Request, peer: str = "") -> Reply:
+        """What a long poll is told at its deadline; `peer` is the instance that asked."""
+        if isinstance(request, Claim):
+            return ClaimReply()
+        if isinstance(request, Credit):
+            return CreditReply(granted=False)
+        if isinstance(request, Draw):
+            return DrawReply()
+        if isinstance(request, WaitCell):
+            return trainer_requests.cell_now(self._kernel, request)
+        member = self._kernel.members.get(peer)
+        if isinstance(request, Watch) and member is not None:
+            return generator_requests.watch_now(self._kernel, member)
+        return _hello_required(peer)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError naming the first rule that does not hold."""
+        check_invariants(self._kernel)
+
+    @property
+    def state(self) -> State:
+        """Durable state, to look at."""
+        return self._kernel.state
+
+    @property
+    def incarnation(self) -> int:
+        """Of the newest trainer; 0 before the first."""
+        return self.state.versions.incarnation
+
+    @property
+    def policy_version(self) -> int:
+        """Train steps acked."""
+        return self.state.versions.policy_version
+
+    @property
+    def live(self) -> WeightsName | None:
+        """Weights that new groups are sampled by."""
+        return self.state.versions.live
+
+    def stats(self, now: float) -> StatsReply:
+        """Counters and peers."""
+        kernel, state = self._kernel, self.state
+        book = state.book
+        return StatsReply(
+            tickets=state.accounting.tickets,
+            waiting=book.count(Phase.WAITING),
+            claimed=book.count(Phase.CLAIMED),
+            stored=book.count(Phase.STORED),
+            leased=book.count(Phase.LEASED),
+            trained=state.accounting.trained,
+            dropped=dict(state.accounting.dropped),
+            reissued={reason.value: n for reason, n in state.accounting.reissued.items()},
+            policy_version=self.policy_version,
+            live=self.live,
+            publish_sequence=state.versions.publish_sequence,
+            stored_bytes=book.held_bytes(),
+            max_bytes=kernel.settings.max_bytes,
+            peers=[
+                PeerView(
+                    role=member.role,
+                    name=member.name,
+                    heartbeat_age_s=now - member.last_seen,
+                    status=member.status,
+                    engines=member.engines,
+                )
+                for member in kernel.members.by_instance.values()
+                if member.role is not Role.MONITOR
+            ],
+            finished=state.versions.finished,
+        )
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def _receive(self, peer: str, request: Request, now: float) -> Reply | None:
+        if isinstance(request, Stats):
+            return self.stats(now)
+        member = self._kernel.members.get(peer)
+        if member is None:
+            return _hello_required(peer)
+        if isinstance(request, Leave):
+            return self._leave(member, request)
+        role, handler = self.handlers.get(type(request), (None, None))
+        if handler is None:
+            return refuse(f"{type(request).__name__} is no request to the core")
+        if role is not member.role:
+            return refuse(f"{type(request).__name__} is not for a {member.role.value}")
+        return handler(self._kernel, member, request, now)
+
+    def _join(self, event: Joined, now: float) -> Reply:
+        kernel = self._kernel
+        if event.dataset is not None:
+            agreed = kernel.state.dataset
+            if agreed is None:
+                kernel.emit(
+                    DatasetAgreed(
+                        fingerprint=event.dataset.fingerprint,
+                        num_prompts=event.dataset.num_prompts,
+                    )
+                )
+            elif agreed != event.dataset:
+                return refuse(
+                    f"{event.name} has dataset {event.dataset.fingerprint} of "
+                    f"{event.dataset.num_prompts} prompts, the run has {agreed.fingerprint} of "
+                    f"{agreed.num_prompts}",
+                    ErrorCode.CONFIG_MISMATCH,
+                )
+        for ended in kernel.members.join(event.peer, event.role, event.name, now):
+            kernel.end_member(ended, f"{ended.name} was restarted")
+        settings = kernel.settings
+        return HelloReply(
+            incarnation=self.incarnation,
+            policy_version=self.policy_version,
+            credit_bytes=settings.credit_bytes,
+            max_group_bytes=settings.max_group_bytes,
+        )
+
+    def _leave(self, member: Member, request: Leave) -> Ok:
+        kernel = self._kernel
+        kernel.members.remove(member.instance)
+        if member.role is Role.GENERATOR:
+            kernel.end_member(member, request.reason or f"{member.name} left")
+        elif member.instance == kernel.state.versions.instance:
+            for lease in kernel.state.leases.held():
+                number = lease.drawn.draw_number
+                kernel.emit(Released(incarnation=self.incarnation, draw_number=number))
+            kernel.changed = True
+        return Ok()
+
+    def _tick(self, now: float) -> None:
+        kernel = self._kernel
+        for member in kernel.members.silent(now):
+            kernel.members.remove(member.instance)
+            kernel.changed = True
+            if member.role is Role.GENERATOR:
+                kernel.end_member(member, f"{member.name} fell silent")
+        for group_id, deadline in list(kernel.deadlines.items()):
+            if now > deadline:
+                ticket = kernel.state.book.tickets[group_id]
+                kernel.lose_claim(ticket, f"{ticket.generator} missed the group deadline")
+
+
+def _hello_required(peer: str) -> Reply:
+    return refuse(f"{peer or 'this peer'} has not said hello", ErrorCode.HELLO_REQUIRED)

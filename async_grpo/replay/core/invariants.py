@@ -1,0 +1,73 @@
+"""What must hold after every event."""
+
+from async_grpo.replay.core.kernel import Kernel
+from async_grpo.replay.core.tickets import HELD, OPEN, Phase
+
+
+def check_invariants(kernel: Kernel) -> None:
+    """Raise AssertionError naming the first rule that does not hold."""
+    _check_accounting(kernel)
+    _check_bounds(kernel)
+    _check_volatile(kernel)
+
+
+def _check_accounting(kernel: Kernel) -> None:
+    state = kernel.state
+    book, accounting = state.book, state.accounting
+    num_open = book.count(*OPEN)
+    num_dropped = sum(accounting.dropped.values())
+    assert accounting.tickets == book.next_group_id, "tickets are numbered without gaps"
+    assert accounting.tickets == accounting.trained + num_dropped + num_open, (
+        f"tickets {accounting.tickets} != trained {accounting.trained} + dropped {num_dropped} "
+        f"+ open {num_open}"
+    )
+    if not book.num_forgotten:
+        attempts = sum(ticket.attempt for ticket in book.tickets.values())
+        num_reissued = sum(accounting.reissued.values())
+        assert attempts == accounting.tickets + num_reissued, (
+            f"attempts {attempts} != tickets {accounting.tickets} + reissued {num_reissued}"
+        )
+    trained = [group for step in state.versions.steps.values() for group, _ in step.groups]
+    assert len(trained) == len(set(trained)), "a group was trained twice on the surviving lineage"
+    assert len(trained) == accounting.trained, "trained is the number of groups of acked steps"
+    assert list(state.versions.steps) == list(range(state.versions.policy_version)), (
+        "acked steps are 0 .. policy_version - 1"
+    )
+    leased = sorted(key for lease in state.leases.held() for key in lease.keys)
+    assert leased == sorted(ticket.key for ticket in book.by_phase[Phase.LEASED].values()), (
+        "leased tickets are those of held draws"
+    )
+
+
+def _check_bounds(kernel: Kernel) -> None:
+    settings, state = kernel.settings, kernel.state
+    book, versions = state.book, state.versions
+    under_way = book.count(Phase.CLAIMED, Phase.STORED, Phase.LEASED)
+    assert under_way <= settings.window, f"{under_way} groups under way > {settings.window}"
+    left = settings.groups_per_step * (settings.num_train_steps - versions.policy_version)
+    num_open = book.count(*OPEN)
+    assert num_open <= left, f"{num_open} open tickets > {left} groups still to train"
+    for lease in state.leases.held():
+        for group in lease.drawn.groups:
+            staleness = lease.drawn.train_version - group.oldest.policy_version
+            assert staleness <= settings.max_staleness, f"leased beyond S: {group}"
+            assert versions.on_lineage(group.oldest), f"leased off-lineage: {group}"
+    assert versions.live is None or versions.live.incarnation == versions.incarnation, (
+        "live weights are of the current incarnation"
+    )
+
+
+def _check_volatile(kernel: Kernel) -> None:
+    settings, book = kernel.settings, kernel.state.book
+    num_groups = book.count(*HELD) + len(kernel.reserved)
+    used = book.held_bytes() + sum(kernel.reserved.values())
+    assert num_groups <= 1 or used <= settings.max_bytes, f"{used} bytes > {settings.max_bytes}"
+    assert num_groups <= settings.max_groups, f"{num_groups} groups > {settings.max_groups}"
+    for key in kernel.reserved:
+        assert kernel.live_claim(*key), f"room is reserved for {key}, which is no live claim"
+    for group_id in kernel.deadlines:
+        assert group_id in book.by_phase[Phase.CLAIMED], f"deadline of unclaimed {group_id}"
+    stored = set(book.by_phase[Phase.STORED]) - {group_id for group_id, _ in kernel.unheld}
+    assert stored <= set(kernel.stored_at), "every stored group has its time"
+    for ticket in book.by_phase[Phase.CLAIMED].values():
+        assert kernel.members.get(ticket.instance), f"claim of {ticket.instance}, which is gone"

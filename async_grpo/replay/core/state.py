@@ -1,0 +1,162 @@
+"""Durable state as a whole: nothing changes it but `evolve(record)`.
+
+Hence a state rebuilt from the ledger equals the one that wrote it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from async_grpo.replay.core.accounting import Accounting
+from async_grpo.replay.core.leases import Leases
+from async_grpo.replay.core.prompt_order import PromptOrder
+from async_grpo.replay.core.records import (
+    Announced,
+    Claimed,
+    DatasetAgreed,
+    Drawn,
+    Dropped,
+    Finished,
+    Made,
+    Record,
+    Reissued,
+    Released,
+    Stored,
+    Trained,
+    TrainerStarted,
+    WentLive,
+)
+from async_grpo.replay.core.tickets import Phase, TicketBook
+from async_grpo.replay.core.versions import Versions
+from async_grpo.replay_parts import Dataset, GeneratedStats
+from async_grpo.types import ReissueReason
+
+
+@dataclass(slots=True)
+class State:
+    """Everything that survives a restart."""
+
+    seed: int
+    book: TicketBook
+    versions: Versions = field(default_factory=Versions)
+    leases: Leases = field(default_factory=Leases)
+    accounting: Accounting = field(default_factory=Accounting)
+    dataset: Dataset | None = None
+
+    @property
+    def prompt_order(self) -> PromptOrder:
+        """Known once a generator has named the dataset."""
+        assert self.dataset is not None, "no generator has named the dataset"
+        return PromptOrder(seed=self.seed, num_prompts=self.dataset.num_prompts)
+
+    def evolve(self, record: Record) -> None:
+        """Let one fact take effect."""
+        _EVOLVE[type(record)](self, record)
+
+
+def _dataset_agreed(state: State, record: DatasetAgreed) -> None:
+    state.dataset = Dataset(fingerprint=record.fingerprint, num_prompts=record.num_prompts)
+
+
+def _made(state: State, record: Made) -> None:
+    state.book.make(record)
+    state.accounting.tickets += 1
+
+
+def _claimed(state: State, record: Claimed) -> None:
+    state.book.claim(record)
+
+
+def _stored(state: State, record: Stored) -> None:
+    state.book.store(record)
+    state.accounting.finish_group(record.summary)
+
+
+def _dropped(state: State, record: Dropped) -> None:
+    held = state.book.tickets[record.group_id].summary
+    if held is None and record.stats.num_completions:
+        state.accounting.finish_group(record.stats)
+    num_tokens = held.num_tokens if held else record.stats.num_tokens
+    state.book.drop(record)
+    state.accounting.drop(record.reason, num_tokens)
+
+
+def _reissued(state: State, record: Reissued) -> None:
+    state.book.reissue(record)
+    state.accounting.reissued[record.reason] += 1
+
+
+def _drawn(state: State, record: Drawn) -> None:
+    for group in record.groups:
+        ticket = state.book.tickets[group.group_id]
+        ticket.draw_number = record.draw_number
+        state.book.move(ticket, Phase.LEASED)
+    state.leases.draw(record)
+    state.accounting.recent = GeneratedStats()
+
+
+def _released(state: State, record: Released) -> None:
+    lease = state.leases.draws[record.draw_number]
+    lease.released = True
+    _store_again(state, lease.keys)
+
+
+def _store_again(state: State, keys: list[tuple[int, int]]) -> None:
+    for group_id, _ in keys:
+        ticket = state.book.tickets[group_id]
+        ticket.draw_number = 0
+        state.book.move(ticket, Phase.STORED)
+
+
+def _trained(state: State, record: Trained) -> None:
+    for group_id, _ in record.groups:
+        state.book.move(state.book.tickets[group_id], Phase.TRAINED)
+    state.leases.draws.pop(record.draw_number, None)
+    state.leases.forget_before(record.step + 1)
+    state.versions.train(record)
+    state.accounting.trained += len(record.groups)
+
+
+def _trainer_started(state: State, record: TrainerStarted) -> None:
+    for lease in state.leases.held():
+        _store_again(state, lease.keys)
+    state.leases.draws.clear()
+    for step in state.versions.start(record):
+        for group_id, attempt in step.groups:
+            prompt_index = state.prompt_order.prompt_index(group_id)
+            state.book.roll_back(group_id, attempt, prompt_index)
+        state.accounting.trained -= len(step.groups)
+        state.accounting.reissued[ReissueReason.ROLLED_BACK] += len(step.groups)
+
+
+def _announced(state: State, record: Announced) -> None:
+    state.versions.announced = record
+    state.versions.publish_sequence = record.publish_sequence
+
+
+def _went_live(state: State, record: WentLive) -> None:
+    state.versions.live = record.weights
+
+
+def _finished(state: State, record: Finished) -> None:
+    state.versions.finished = record.reason
+
+
+_EVOLVE = cast(
+    dict[type, Callable[[State, Any], None]],
+    {
+        DatasetAgreed: _dataset_agreed,
+        Made: _made,
+        Claimed: _claimed,
+        Stored: _stored,
+        Dropped: _dropped,
+        Reissued: _reissued,
+        Drawn: _drawn,
+        Released: _released,
+        Trained: _trained,
+        TrainerStarted: _trainer_started,
+        Announced: _announced,
+        WentLive: _went_live,
+        Finished: _finished,
+    },
+)

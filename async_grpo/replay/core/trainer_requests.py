@@ -1,0 +1,279 @@
+"""What the trainer asks: start, draw, fetch, ack, announce and its cells, heartbeat, finish.
+
+Each function returns the reply, or None for a long poll that has nothing to say yet. Applied again
+after a lost reply, it answers the same and changes nothing.
+"""
+
+from async_grpo.replay.core.kernel import Kernel, oldest_name, refuse
+from async_grpo.replay.core.leases import choose
+from async_grpo.replay.core.members import Member
+from async_grpo.replay.core.publishing import freeze_cells
+from async_grpo.replay.core.records import (
+    Announced,
+    Drawn,
+    Finished,
+    Released,
+    Trained,
+    TrainerStarted,
+)
+from async_grpo.replay.core.tickets import Phase, TicketState
+from async_grpo.replay_api import (
+    AbortCell,
+    Ack,
+    Announce,
+    AnnounceReply,
+    Draw,
+    DrawReply,
+    Error,
+    ErrorCode,
+    Fetch,
+    FetchReply,
+    Finish,
+    Ok,
+    OpenCell,
+    StartTrainer,
+    StartTrainerReply,
+    TrainerHeartbeat,
+    WaitCell,
+    WaitCellReply,
+)
+from async_grpo.replay_parts import CellPhase, LeasedGroup
+
+
+def start(
+    kernel: Kernel, member: Member, request: StartTrainer, now: float
+) -> StartTrainerReply | Error:
+    """Make this process the run's trainer, unless another one lives."""
+    versions = kernel.state.versions
+    if versions.incarnation == 0 or versions.instance != member.instance:
+        if kernel.members.is_alive(versions.instance, now):
+            return refuse("another trainer's heartbeat lives", ErrorCode.TRAINER_ALIVE)
+        if request.restored_version > versions.policy_version:
+            return refuse(
+                f"restored_version {request.restored_version} is ahead of the "
+                f"{versions.policy_version} steps that were acked"
+            )
+        kernel.emit(
+            TrainerStarted(
+                incarnation=versions.incarnation + 1,
+                restored_version=request.restored_version,
+                instance=member.instance,
+            )
+        )
+        kernel.desk.abort_all(f"trainer incarnation {versions.incarnation} took over")
+        kernel.notify()
+    next_number = kernel.state.leases.last_draw_number + 1
+    return StartTrainerReply(incarnation=versions.incarnation, next_draw_number=next_number)
+
+
+def draw(kernel: Kernel, member: Member, request: Draw, now: float) -> DrawReply | Error | None:
+    """Lease the groups of one step; engines that wish weights are the second-best answer."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    leases, versions = kernel.state.leases, kernel.state.versions
+    known = leases.draws.get(request.draw_number)
+    if known is not None and known.drawn.train_version != request.train_version:
+        return refuse(f"draw {request.draw_number} was for another train_version")
+    if known is not None and not known.released:
+        return DrawReply(groups=known.drawn.groups, generated=known.drawn.generated)
+    if known is None and request.draw_number <= leases.last_draw_number:
+        return refuse(f"draw {request.draw_number} is over")
+    ahead = request.train_version - versions.policy_version
+    if ahead not in (0, 1):
+        return refuse(
+            f"train_version {request.train_version} is neither the acked version "
+            f"{versions.policy_version} nor the next one"
+        )
+    if any(lease.drawn.train_version == request.train_version for lease in leases.held()):
+        return refuse(f"another draw holds the groups of step {request.train_version}")
+    if request.train_version >= kernel.settings.num_train_steps:
+        return None
+    return _lease(kernel, request, now)
+
+
+def _lease(kernel: Kernel, request: Draw, now: float) -> DrawReply | None:
+    """Retire what is too old, then take groups if there are enough."""
+    settings = kernel.settings
+    kernel.retire(request.train_version)
+    chosen = choose(kernel.state.book, settings.draw_order, settings.groups_per_step)
+    if not chosen:
+        wishes = [engine.engine_id for _, engine in kernel.wishes()]
+        return DrawReply(wishes=wishes) if wishes else None
+    groups = [_leased(ticket, now - kernel.stored_at[ticket.group_id]) for ticket in chosen]
+    generated = kernel.state.accounting.recent
+    kernel.emit(
+        Drawn(
+            incarnation=request.incarnation,
+            draw_number=request.draw_number,
+            train_version=request.train_version,
+            groups=groups,
+            generated=generated,
+        )
+    )
+    return DrawReply(groups=groups, generated=generated)
+
+
+def _leased(ticket: TicketState, in_queue_s: float) -> LeasedGroup:
+    assert ticket.summary is not None, f"stored group {ticket.key} has no summary"
+    return LeasedGroup(
+        group_id=ticket.group_id,
+        attempt=ticket.attempt,
+        prompt_index=ticket.prompt_index,
+        num_bytes=ticket.summary.num_bytes,
+        num_tokens=ticket.summary.num_tokens,
+        oldest=oldest_name(ticket.summary),
+        in_queue_s=in_queue_s,
+    )
+
+
+def fetch(kernel: Kernel, member: Member, request: Fetch, now: float) -> FetchReply | Error:
+    """Whether the payload may be sent; the server adds the frames."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    key = (request.group_id, request.attempt)
+    ticket = kernel.state.book.get(request.group_id)
+    if ticket is None or ticket.key != key or ticket.phase is not Phase.LEASED:
+        return refuse(f"group {key} is not leased", ErrorCode.NOT_FOUND)
+    if key in kernel.unheld:
+        return refuse(f"the payload of {key} went with a restart", ErrorCode.NOT_FOUND)
+    return FetchReply()
+
+
+def heartbeat(kernel: Kernel, member: Member, request: TrainerHeartbeat, now: float) -> Ok | Error:
+    """Note that the trainer lives; release the draws that it does not hold."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    member.last_seen, member.status = now, request.status
+    for lease in kernel.state.leases.held():
+        number = lease.drawn.draw_number
+        if number not in request.draws:
+            kernel.emit(Released(incarnation=request.incarnation, draw_number=number))
+    return Ok()
+
+
+def ack(kernel: Kernel, member: Member, request: Ack, now: float) -> Ok | Error:
+    """Count a step as trained, once."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    version = kernel.state.versions.policy_version
+    trained = kernel.acked(request.step)
+    if trained is not None:
+        same = sorted(trained.groups) == sorted(request.groups)
+        if same and trained.incarnation == request.incarnation:
+            return Ok()
+        return refuse(f"step {request.step} was acked with other groups")
+    if request.step != version:
+        return refuse(f"step {request.step} is not the next one, {version}")
+    lease = kernel.state.leases.draws.get(request.draw_number)
+    if lease is None or lease.drawn.train_version != request.step:
+        return refuse(f"draw {request.draw_number} does not hold step {request.step}")
+    if sorted(lease.keys) != sorted(request.groups):
+        return refuse(f"draw {request.draw_number} holds other groups")
+    if not kernel.may_be_trained(lease):
+        return refuse(f"draw {request.draw_number} was released", ErrorCode.FENCED)
+    kernel.emit(
+        Trained(
+            incarnation=request.incarnation,
+            step=request.step,
+            draw_number=request.draw_number,
+            groups=lease.keys,
+        )
+    )
+    return Ok()
+
+
+def announce(
+    kernel: Kernel, member: Member, request: Announce, now: float
+) -> AnnounceReply | Error:
+    """Take a publish_sequence and freeze the cells."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    versions = kernel.state.versions
+    last = versions.announced
+    if last is not None and last.incarnation == request.incarnation:
+        if last.number == request.number and last.weights == request.weights:
+            return AnnounceReply(publish_sequence=last.publish_sequence, cells=last.cells)
+        if request.number <= last.number:
+            return refuse(f"publish number {request.number} is over, the last is {last.number}")
+    if request.weights.incarnation != request.incarnation:
+        return refuse(f"weights {request.weights} are not of incarnation {request.incarnation}")
+    if request.wished_only:
+        cells = freeze_cells(kernel.wishes(), 1)
+    else:
+        cells = freeze_cells(kernel.receivers(), kernel.settings.engines_per_cell)
+    record = Announced(
+        incarnation=request.incarnation,
+        number=request.number,
+        publish_sequence=versions.publish_sequence + 1,
+        weights=request.weights,
+        cells=cells,
+    )
+    kernel.emit(record)
+    known = {engine.engine_id for _, engine in kernel.members.engines()}
+    kernel.desk.announce(record, request.buckets, request.probe, known)
+    kernel.check_live()
+    kernel.notify()
+    return AnnounceReply(publish_sequence=record.publish_sequence, cells=cells)
+
+
+def open_cell(kernel: Kernel, member: Member, request: OpenCell, now: float) -> Ok | Error:
+    """The trainer listens for a cell."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    progress = kernel.desk.cell(request.publish_sequence, request.cell_id)
+    if progress is None:
+        return _no_cell(request.publish_sequence, request.cell_id)
+    if progress.rendezvous != request.rendezvous:
+        progress.rendezvous = request.rendezvous
+        progress.check_go()
+        kernel.notify()
+    return Ok()
+
+
+def wait_cell(
+    kernel: Kernel, member: Member, request: WaitCell, now: float
+) -> WaitCellReply | Error | None:
+    """Answer once every engine of the cell is at the phase or has failed."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    reply = cell_now(kernel, request)
+    if isinstance(reply, Error):
+        return reply
+    far_enough = {request.phase, CellPhase.COMMITTED, CellPhase.FAILED}
+    return reply if far_enough.issuperset(reply.phases.values()) else None
+
+
+def cell_now(kernel: Kernel, request: WaitCell) -> WaitCellReply | Error:
+    """Where the engines of the cell are."""
+    progress = kernel.desk.cell(request.publish_sequence, request.cell_id)
+    if progress is None:
+        return _no_cell(request.publish_sequence, request.cell_id)
+    phases, details = progress.view()
+    return WaitCellReply(phases=phases, details=details)
+
+
+def abort_cell(kernel: Kernel, member: Member, request: AbortCell, now: float) -> Ok | Error:
+    """Nothing more will be broadcast to a cell."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    progress = kernel.desk.cell(request.publish_sequence, request.cell_id)
+    if progress is not None and not progress.settled:
+        progress.aborted = request.reason or "aborted by the trainer"
+        kernel.check_live()
+        kernel.notify()
+    return Ok()
+
+
+def finish(kernel: Kernel, member: Member, request: Finish, now: float) -> Ok | Error:
+    """The run is over."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    if not kernel.state.versions.finished:
+        reason = request.reason or "finished"
+        kernel.emit(Finished(incarnation=request.incarnation, reason=reason))
+        kernel.notify()
+    return Ok()
+
+
+def _no_cell(publish_sequence: int, cell_id: int) -> Error:
+    return refuse(f"publish {publish_sequence} has no cell {cell_id}", ErrorCode.NOT_FOUND)

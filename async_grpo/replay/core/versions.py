@@ -1,0 +1,65 @@
+"""Versions: lineage, steps acked, weights announced and live. Durable; changed by evolve only.
+
+Knows nothing of engines; the course of a publish is in `publishing`.
+"""
+
+from dataclasses import dataclass, field
+
+from async_grpo.replay.core.records import Announced, Trained, TrainerStarted
+from async_grpo.types import WeightsName
+
+
+@dataclass(slots=True)
+class Versions:
+    """The one line of weights that counts."""
+
+    incarnation: int = 0
+    instance: str = ""
+    """the trainer that holds the incarnation"""
+    restore_points: list[int] = field(default_factory=list)
+    """policy_version that incarnation 1, 2, ... started from"""
+    steps: dict[int, Trained] = field(default_factory=dict)
+    """surviving steps, 0 .. policy_version - 1"""
+    policy_version: int = 0
+    """train steps acked"""
+    live: WeightsName | None = None
+    publish_sequence: int = 0
+    announced: Announced | None = None
+    """the newest publish"""
+    finished: str = ""
+    """why the run is over"""
+
+    def on_lineage(self, weights: WeightsName) -> bool:
+        """Whether no later incarnation has fallen back behind `weights`."""
+        if not 1 <= weights.incarnation <= self.incarnation:
+            return False
+        later = self.restore_points[weights.incarnation :]
+        return all(weights.policy_version <= restored for restored in later)
+
+    def num_steps_not_live(self) -> int:
+        """Steps acked whose weights are not live yet."""
+        return self.policy_version - (self.live.policy_version if self.live else 0)
+
+    def newest_announced(self) -> WeightsName | None:
+        """Weights of the newest publish of this incarnation."""
+        if self.announced and self.announced.incarnation == self.incarnation:
+            return self.announced.weights
+        return None
+
+    def train(self, record: Trained) -> None:
+        """A step is acked."""
+        self.steps[record.step] = record
+        self.policy_version = record.step + 1
+
+    def start(self, record: TrainerStarted) -> list[Trained]:
+        """A trainer takes over; returns the steps that are void now."""
+        self.incarnation = record.incarnation
+        self.instance = record.instance
+        self.restore_points.append(record.restored_version)
+        voided = [
+            self.steps.pop(step) for step in range(record.restored_version, self.policy_version)
+        ]
+        self.policy_version = record.restored_version
+        self.live = None
+        self.finished = ""
+        return voided
