@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from async_grpo.errors import CodecError, ConfigError, RpcTimeout, VersionMismatch
+from async_grpo.errors import CodecError, ConfigError, PeerLost, RpcTimeout, VersionMismatch
 from async_grpo.replay_api import Error, ErrorCode, Message, Reply, Request
 from async_grpo.transport import envelope
 from async_grpo.transport.group_header import Frame
@@ -197,9 +197,7 @@ class RpcClient:
                 zmq.RCVHWM: 16,
             },
         )
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(self._address)
         self._tasks = [
             self._loop.create_task(self._receive(), name=f"receive {self.peer}"),
@@ -207,11 +205,13 @@ class RpcClient:
         ]
 
     async def close(self) -> None:
-        """Stop; calls under way are cancelled."""
+        """Stop. Calls that wait for an answer raise PeerLost; end them before, if you care."""
         if self._loop is None:
             return
+        self._loop = None
         for attempt in self._tries.values():
-            attempt.answer.cancel()
+            if not attempt.answer.done():
+                attempt.answer.set_exception(self._closed())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -219,7 +219,6 @@ class RpcClient:
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
-        self._loop = None
 
     async def call(
         self,
@@ -240,6 +239,7 @@ class RpcClient:
         Raises:
             RpcTimeout: no reply in time.
             VersionMismatch: the peer runs another wire version.
+            PeerLost: the client was closed meanwhile.
             CodecError: a frame is larger than the peer accepts; nothing was sent.
         """
         loop = asyncio.get_running_loop()
@@ -256,7 +256,12 @@ class RpcClient:
                 return answer
             logger.info("%s: %s not answered, trying again", self.peer, type(request).__name__)
             await asyncio.sleep(max(0.0, min(pause_s, deadline - loop.time())))
+            if self._loop is None:
+                raise self._closed()
         raise RpcTimeout(self.peer, type(request).__name__, timeout_s)
+
+    def _closed(self) -> PeerLost:
+        return PeerLost(f"{self.peer}: this end closed the connection")
 
     async def _try(
         self, request: Request, payload: Sequence[Frame], timeout_s: float
@@ -298,12 +303,10 @@ class RpcClient:
         return None if attempt is None or attempt.answer.done() else attempt.answer
 
     async def _watch_connection(self) -> None:
-        """A new connection means that whatever was sent over the last one may be lost."""
+        """What was sent over a connection that is lost may be lost too: send it again."""
         while True:
-            event = (await recv_monitor_message(self._monitor))["event"]
-            if event == zmq.EVENT_DISCONNECTED:
-                logger.info("%s: connection lost, reconnecting", self.peer)
-                continue
+            await recv_monitor_message(self._monitor)
+            logger.info("%s: connection lost, reconnecting", self.peer)
             for attempt in self._tries.values():
                 if attempt.sent and not attempt.answer.done():
                     attempt.answer.set_result(None)

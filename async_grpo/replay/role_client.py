@@ -1,0 +1,95 @@
+"""What every role's client of the replay server has in common: its two connections."""
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from async_grpo.config.load import agreement_digest
+from async_grpo.config.schema import Config
+from async_grpo.errors import PeerError
+from async_grpo.replay.link import Link
+from async_grpo.replay_api import WIRE_VERSION, Hello, HelloReply, Leave, Ok
+from async_grpo.replay_parts import Dataset, Role
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEATS_PER_POLL = 5
+_GOODBYE_S = 3.0
+
+
+class RoleClient:
+    """Two connections of one process: control, and bulk when it is first needed."""
+
+    def __init__(self, config: Config, role: Role, name: str, dataset: Dataset | None) -> None:
+        self._config = config
+        self._role, self._name, self._dataset = role, name, dataset
+        self._instance = f"{name}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._poll_s = config.replay.heartbeat_s * _HEARTBEATS_PER_POLL
+        self._control = Link(config, self._hello(bulk=False))
+        self._bulk_link: Link | None = None
+
+    async def connect(self) -> HelloReply:
+        """Say hello; waits for a server that is not there yet.
+
+        Raises:
+            VersionMismatch: code, configuration or data set differ from the server's.
+            RpcTimeout: no server within `run.no_progress_timeout_s`.
+        """
+        self._control.open()
+        logger.info("connecting to the %s", self._control.peer)
+        return await self._control.welcome()
+
+    async def leave(self, reason: str) -> None:
+        """Say goodbye, so that others need not wait for this peer's heartbeat; best effort."""
+        try:
+            await self._control.ask(Leave(reason=reason[:500]), Ok, timeout_s=_GOODBYE_S)
+        except PeerError as error:
+            logger.warning("left without a goodbye: %s", error)
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        await self._control.close()
+        if self._bulk_link is not None:
+            await self._bulk_link.close()
+
+    def _bulk(self) -> Link:
+        if self._bulk_link is None:
+            self._bulk_link = Link(self._config, self._hello(bulk=True))
+            self._bulk_link.open()
+        return self._bulk_link
+
+    def _hello(self, *, bulk: bool) -> Hello:
+        return Hello(
+            role=self._role,
+            name=self._name,
+            instance=self._instance,
+            wire_version=WIRE_VERSION,
+            config_digest=agreement_digest(self._config),
+            bulk=bulk,
+            dataset=self._dataset,
+        )
+
+
+class ByteBudget:
+    """Bytes that may be unanswered at a time; one message alone always may."""
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self._spent = 0
+        self._freed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def spend(self, size: int) -> AsyncIterator[None]:
+        """Wait for others' messages to be answered; each of them has a deadline."""
+        async with self._freed:
+            await self._freed.wait_for(lambda: not self._spent or self._spent + size <= self.limit)
+            self._spent += size
+        try:
+            yield
+        finally:
+            self._spent -= size
+            async with self._freed:
+                self._freed.notify_all()

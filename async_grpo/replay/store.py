@@ -1,0 +1,95 @@
+"""What the replay server keeps: the ledger on disk, payloads in memory.
+
+The ledger is flushed to the operating system before anyone hears of its effects: it survives the
+death of the process, at any instant. It is not fsynced, so the last lines may be lost with the
+machine. Payloads are lost with the process (`replay.durability: memory`). Knows neither what a
+record says nor what a frame holds.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from async_grpo.errors import AsyncGrpoError
+from async_grpo.transport.codec import num_bytes
+from async_grpo.transport.group_header import Frame
+
+GroupKey = tuple[int, int]
+"""(group_id, attempt)"""
+
+
+class Ledger:
+    """Append-only JSON lines; one process at a time.
+
+    Attributes:
+        lines: what was there when it was opened, without line ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create; a last line that a crash cut short is removed.
+
+        Raises:
+            AsyncGrpoError: another process holds it.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._lock()
+            content = path.read_bytes()
+            complete = content.rfind(b"\n") + 1
+            if complete < len(content):
+                os.ftruncate(self._descriptor, complete)
+        except BaseException:
+            self.close()
+            raise
+        self.lines = content[:complete].splitlines()
+
+    def append(self, lines: Iterable[bytes]) -> None:
+        """Hand lines to the operating system, all in one write. Raises OSError (disk full)."""
+        data = b"".join(line.rstrip(b"\n") + b"\n" for line in lines)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def close(self) -> None:
+        """Let another process have it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise AsyncGrpoError(
+                f"{self._path} is in use by another replay server: "
+                "stop it, or give this run its own run.output_dir"
+            ) from error
+
+
+class PayloadStore:
+    """Frames of stored and leased groups, as they came off the wire.
+
+    Attributes:
+        num_bytes: held now.
+    """
+
+    def __init__(self) -> None:
+        self._frames: dict[GroupKey, list[Frame]] = {}
+        self.num_bytes = 0
+
+    def put(self, key: GroupKey, frames: Sequence[Frame]) -> None:
+        """Hold the payload of `key`, which must be new."""
+        assert key not in self._frames, f"payload {key} stored twice"
+        self._frames[key] = list(frames)
+        self.num_bytes += num_bytes(frames)
+
+    def get(self, key: GroupKey) -> Sequence[Frame] | None:
+        """The payload; None: not held (the server restarted since)."""
+        return self._frames.get(key)
+
+    def forget(self, keys: Iterable[GroupKey]) -> None:
+        """Free payloads; those not held are no error (a restart lost them)."""
+        for key in keys:
+            self.num_bytes -= num_bytes(self._frames.pop(key, ()))
