@@ -122,7 +122,7 @@ class ReplayCore:
         kernel.changed = False
         return effects
 
-    def empty_reply(self, request: Request, peer: str = "") -> Reply:
+    def empty_reply(self, request: Request, peer: str) -> Reply:
         """What a long poll is told at its deadline; `peer` is the instance that asked."""
         if isinstance(request, Claim):
             return ClaimReply()

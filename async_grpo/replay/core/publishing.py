@@ -1,8 +1,8 @@
 """Publishes under way: cells, phases of their engines, orders for the generators. Volatile.
 
-After a restart of the server the buckets are gone, so an unfinished publish counts as aborted; an
-engine that got its weights all the same says so in its heartbeat, and one that did not is behind
-the newest announcement and is synced again.
+After a restart of the server the buckets are gone, so an unfinished publish counts as aborted and
+its orders vanish; an engine that got its weights all the same says so in its heartbeat, and one
+that did not is behind the newest announcement and is synced again.
 """
 
 from collections.abc import Iterator
@@ -81,6 +81,8 @@ class Publish:
     buckets: list[BucketSpec]
     probe: Probe
     cells: dict[int, CellProgress]
+    restored: bool = False
+    """its buckets went with a restart of the server: generators are shown nothing of it"""
 
     @property
     def settled(self) -> bool:
@@ -134,6 +136,7 @@ class PublishingDesk:
     def restore(self, record: Announced) -> None:
         """The newest publish before a restart of the server: whatever is unfinished is over."""
         self.announce(record, [], Probe(token_ids=[], logprobs=[], tolerance=0.0), set())
+        self.publishes[-1].restored = True
         self.abort_all("the replay server restarted")
 
     def abort_all(self, reason: str) -> None:
@@ -193,7 +196,7 @@ class PublishingDesk:
     def orders(self, generator: str, known: set[str]) -> Iterator[UpdateOrder]:
         """Updates that engines in `known` of this generator have not ended, oldest first."""
         for publish in self.publishes:
-            for progress in publish.cells.values():
+            for progress in () if publish.restored else publish.cells.values():
                 engines = [
                     engine
                     for engine in progress.cell.engines
