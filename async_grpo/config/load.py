@@ -4,7 +4,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file is missing or no YAML, a key is unknown, a value has the wrong type,
             or a rule is broken; lists every problem found.
     """
-    schema = OmegaConf.structured(Config)
     problems: list[str] = []
-    merged = schema
+    merged = _schema()
     for source, layer in _layers(Path(path), overrides, problems):
         merged = _merge(merged, layer, source, problems)
     problems += [
@@ -44,6 +43,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if broken := all_problems(config):
         raise ConfigError(broken)
     return config
+
+
+def _schema() -> DictConfig:
+    """The typed tree; a section without defaults is there too, so that its keys can be named."""
+    schema: DictConfig = OmegaConf.structured(Config)
+    for section in fields(Config):
+        if OmegaConf.is_missing(schema, section.name):
+            schema[section.name] = OmegaConf.structured(section.type)
+    return schema
 
 
 def _layers(

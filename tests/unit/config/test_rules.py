@@ -1,0 +1,120 @@
+"""Every rule, broken once: the field is named; and what is only unwise is a warning."""
+
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config.load import load_config
+from async_grpo.config.rules import group_bytes_bound, max_groups, warnings
+from async_grpo.errors import ConfigError
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "run: {output_dir: out, num_train_steps: 10}\npolicy: {model: m}\ntask: {name: reverse}\n"
+    )
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.problems
+
+
+ONE_FIELD = [
+    ("run.num_train_steps=0", "run.num_train_steps must be > 0, got 0"),
+    ("run.output_dir=''", "run.output_dir must name a directory"),
+    ("policy.model=''", "policy.model must name"),
+    ("policy.maker=toy", "policy.maker must be package.module:attribute, got 'toy'"),
+    ("task.reward=mine", "task.reward must be package.module:attribute, got 'mine'"),
+    ("task.reward_workers=0", "task.reward_workers must be > 0"),
+    ("task.system_prompt=hi", "task.system_prompt has no effect without task.chat_template=true"),
+    ("generation.temperature=0", "generation.temperature must be > 0"),
+    ("generation.max_running_groups=-1", "generation.max_running_groups must be >= 0"),
+    ("generation.group_size=1", "generation.group_size must be >= 2"),
+    ("engine.max_restarts=-1", "engine.max_restarts must be >= 0"),
+    ("engine.urls=[host:1]", "engine.urls: 'host:1' must start with http:// or https://"),
+    ("replay.max_groups=-1", "replay.max_groups must be >= 0"),
+    ("replay.address=127.0.0.1:5", "replay.address must start with tcp:// or ipc://"),
+    ("replay.peer_timeout_s=3.9", "replay.peer_timeout_s (3.9) must be at least twice"),
+    ("staleness.max_staleness=-1", "staleness.max_staleness must be >= 0"),
+    ("staleness.pipeline_depth=5", "staleness.pipeline_depth (5) must be <= staleness.max_stale"),
+    ("algorithm.clip_low=1", "algorithm.clip_low must be between 0 and 1"),
+    ("algorithm.clip_high=0", "algorithm.clip_high must be > 0"),
+    ("algorithm.dual_clip=1.28", "algorithm.dual_clip must exceed 1 + clip_high"),
+    ("algorithm.kl_coef=-1", "algorithm.kl_coef must be >= 0"),
+    ("trainer.beta2=1", "trainer.beta2 must be in [0, 1)"),
+    ("trainer.max_grad_norm=0", "trainer.max_grad_norm must be > 0"),
+    ("weights.engines_per_cell=0", "weights.engines_per_cell must be > 0"),
+    ("launch.num_generators=0", "launch.num_generators must be > 0"),
+    ("launch.max_restarts=-1", "launch.max_restarts must be >= 0"),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), ONE_FIELD)
+def test_a_field_out_of_range_is_named(base: Path, override: str, expected: str) -> None:
+    assert any(expected in problem for problem in problems_of(base, override))
+
+
+def test_no_publish_means_no_progress(base: Path) -> None:
+    load_config(base, ["weights.publish_every=3"])
+    (problem,) = problems_of(base, "weights.publish_every=4")
+    assert problem.startswith("weights.publish_every (4) must be <= staleness.pipeline_depth + 1")
+
+
+def test_the_buffer_holds_one_step(base: Path) -> None:
+    largest = group_bytes_bound(load_config(base))
+    assert largest == 8 * 8 * 256
+    load_config(base, [f"replay.max_bytes={16 * largest}"])
+    (problem,) = problems_of(base, f"replay.max_bytes={16 * largest - 1}")
+    assert problem.startswith("replay.max_bytes")
+    assert f"at least {16 * largest}" in problem
+
+
+def test_with_ticket_order_the_buffer_holds_a_window(base: Path) -> None:
+    window = 3 * 16 * group_bytes_bound(load_config(base))
+    in_order = "staleness.draw_order=ticket"
+    load_config(base, [f"replay.max_bytes={window}", in_order])
+    (problem,) = problems_of(base, f"replay.max_bytes={window - 1}", in_order)
+    assert "draw_order=ticket" in problem
+
+
+def test_the_limit_in_groups_holds_one_step(base: Path) -> None:
+    load_config(base, ["replay.max_groups=16"])
+    (problem,) = problems_of(base, "replay.max_groups=15")
+    assert problem.startswith("replay.max_groups (15) must be at least 16")
+
+
+def test_the_default_limit_in_groups_is_the_window_and_a_step(base: Path) -> None:
+    assert max_groups(load_config(base)) == 3 * 16 + 16
+    assert max_groups(load_config(base, ["replay.max_groups=20"])) == 20
+
+
+def test_a_full_group_fits(base: Path) -> None:
+    (problem,) = problems_of(base, "replay.max_group_bytes=16383")
+    assert problem.startswith("replay.max_group_bytes (16383) is below the 16384 bytes")
+
+
+def test_no_more_updates_than_groups(base: Path) -> None:
+    (problem,) = problems_of(base, "trainer.updates_per_step=17")
+    assert problem.startswith("trainer.updates_per_step (17) must be <= replay.groups_per_step")
+
+
+def test_a_good_configuration_has_no_warning(base: Path) -> None:
+    assert warnings(load_config(base)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["staleness.pipeline_depth=3"], "staleness.max_staleness (4) is below twice"),
+        (["engine.urls=[http://a:1]", "engine.num_engines=2"], "engine.num_engines has no effect"),
+        (["policy.maker_options.a=1"], "policy.maker_options has no effect"),
+    ],
+)
+def test_what_is_unwise_is_a_warning(base: Path, overrides: list[str], expected: str) -> None:
+    (warning,) = warnings(load_config(base, overrides))
+    assert expected in warning
