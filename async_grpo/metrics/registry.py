@@ -1,0 +1,112 @@
+"""Every metric: name, unit, meaning. A name that is not here cannot be recorded."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from async_grpo.types import DropReason
+
+_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One declared metric."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+_DECLARED = (
+    ("step", "steps", "train steps applied before this one; the version that it started from"),
+    ("policy_version", "steps", "train steps applied after this one"),
+    ("incarnation", "", "starts of the trainer on this run"),
+    ("time/wall_s", "s", "since the trainer started"),
+    ("time/step_s", "s", "since the step before ended"),
+    ("time/starting_s", "s", "trainer: loading and joining, so far"),
+    ("time/working_s", "s", "trainer: forward, backward, optimizer, so far"),
+    ("time/waiting_s", "s", "trainer: no groups to train on, so far"),
+    ("time/syncing_s", "s", "trainer: kept from working by weight sync, so far"),
+    ("reward/mean", "", "over all completions that finished since the draw before, trained or not; "
+     "over the drawn ones if none did"),
+    ("reward/trained_mean", "", "over the rollouts of this step"),
+    ("reward/group_std", "", "mean over groups of the population std of their rewards"),
+    ("zero_variance_fraction", "", "of the groups of this step and those dropped as no_signal"),
+    ("completion/length_mean", "tokens", "over the rollouts of this step"),
+    ("completion/generated_length_mean", "tokens", "over all that finished since the draw before"),
+    ("completion/truncated_fraction", "", "of the sequences of this step that ended by length"),
+    ("staleness/mean", "steps", "over trained tokens: train_version - version that sampled it"),
+    ("staleness/max", "steps", "over trained tokens"),
+    ("staleness/in_flight", "steps", "the part that passed while its group was being sampled"),
+    ("staleness/in_queue", "steps", "the part that passed after its group was finished"),
+    ("staleness/in_flight_s", "s", "mean over tokens from sampling to insert"),
+    ("staleness/in_queue_s", "s", "mean over groups from insert to the start of the step"),
+    ("ratio/behavior_mean", "", "pi_theta / pi_behavior over trained tokens, before the update"),
+    ("ratio/behavior_min", "", "smallest of them"),
+    ("ratio/behavior_max", "", "largest of them"),
+    ("ratio/proximal_mean", "", "pi_theta / pi_prox, the ratio that is clipped"),
+    ("ratio/proximal_min", "", "smallest of them"),
+    ("ratio/proximal_max", "", "largest of them"),
+    ("clip/low_fraction", "", "of trained tokens: the lower clip is active"),
+    ("clip/high_fraction", "", "of trained tokens: the upper clip is active"),
+    ("clip/dual_fraction", "", "of trained tokens: the dual clip is active"),
+    ("clip/behavior_fraction", "", "of trained tokens: pi_theta / pi_behavior is outside the clip "
+     "range, whatever the anchor"),
+    ("behavior_weight/mean", "", "truncated pi_prox / pi_behavior"),
+    ("behavior_weight/truncated_fraction", "", "of trained tokens: the cap is active"),
+    ("ess/raw", "", "effective sample size of pi_prox / pi_behavior, as a fraction"),
+    ("ess/truncated", "", "the same of the truncated weights"),
+    ("kl/behavior_k1", "nats", "mean of log(pi_behavior / pi_prox)"),
+    ("kl/behavior_k3", "nats", "mean of w - log w - 1 with w = pi_prox / pi_behavior"),
+    ("kl/reference", "nats", "k3 against the reference policy"),
+    ("logprob/lag0_gap", "nats", "mean |log pi_theta - log pi_behavior| over completions sampled "
+     "whole by the weights that the step starts from: the engine's mismatch"),
+    ("masked_fraction", "", "of sampled tokens: not trained"),
+    ("entropy", "nats", "mean over trained tokens, at the sampling temperature"),
+    ("loss", "", "mean over the step's optimizer updates"),
+    ("grad_norm", "", "before clipping, mean over the step's optimizer updates"),
+    ("lr", "", "of the step's last optimizer update"),
+    ("tokens/trained", "tokens", "trained in this step"),
+    ("tokens/trained_per_s", "tokens/s", "trained in this step / time/step_s"),
+    ("tokens/generated", "tokens", "of all groups that finished since the draw before"),
+    ("groups/generated", "groups", "that finished since the draw before"),
+    ("groups/trained", "groups", "of this step"),
+    ("sync/publish_s", "s", "the newest finished announcement, all cells committed"),
+)  # fmt: skip
+
+
+def _declared() -> dict[str, Metric]:
+    metrics = {name: Metric(name, unit, meaning) for name, unit, meaning in _DECLARED}
+    for reason in DropReason:
+        for kind in ("groups", "tokens"):
+            name = f"dropped/{reason.value}_{kind}"
+            meaning = f"that ended as {reason.value} since the draw before"
+            metrics[name] = Metric(name, kind, meaning)
+    for bucket in _BUCKETS:
+        for statistic, meaning in (
+            ("tokens", "trained tokens"),
+            ("ess", "ess/raw"),
+            ("k3", "kl/behavior_k3"),
+            ("ratio_mean", "mean of pi_prox / pi_behavior"),
+            ("truncated_fraction", "behavior_weight/truncated_fraction"),
+        ):
+            name = f"by_staleness/{bucket}/{statistic}"
+            metrics[name] = Metric(name, "", f"{meaning}, of tokens of staleness {bucket}")
+    return metrics
+
+
+METRICS: dict[str, Metric] = _declared()
+"""name -> metric"""
+
+
+def checked(values: Mapping[str, float]) -> dict[str, float]:
+    """`values`, each under a declared name, without those that are not a number.
+
+    Raises:
+        KeyError: an undeclared name.
+    """
+    unknown = sorted(values.keys() - METRICS.keys())
+    if unknown:
+        raise KeyError(f"metrics that metrics/registry.py does not declare: {unknown}")
+    return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -1,0 +1,56 @@
+"""Where metrics go: `metrics.jsonl` and TensorBoard."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from async_grpo.metrics.registry import checked
+
+
+class MetricsWriter:
+    """Writes one line per train step, flushed, and the same to TensorBoard."""
+
+    def __init__(self, jsonl: Path, tensorboard: Path | None) -> None:
+        jsonl.parent.mkdir(parents=True, exist_ok=True)
+        self._file = jsonl.open("a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter  # imports seconds of other packages
+
+            self._board = SummaryWriter(str(tensorboard))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One train step.
+
+        Args:
+            step: x axis of TensorBoard.
+            values: name -> value; what is not a number (a mean of nothing) is left out.
+
+        Raises:
+            KeyError: an undeclared name.
+        """
+        line = checked(values)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in line.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close both."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

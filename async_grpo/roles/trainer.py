@@ -1,0 +1,322 @@
+"""The trainer role: draw, step, witness, ack, publish, until the last step.
+
+Groups arrive one draw ahead (`training.feed`), weights leave in the background
+(`weights.publisher`); the main thread below only trains. One rank for now.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from async_grpo.algorithms.staleness import is_fresh
+from async_grpo.config.run_directory import RunDirectory
+from async_grpo.config.schema import Config
+from async_grpo.errors import ConfigError, PeerError
+from async_grpo.interfaces import TrainerReplay
+from async_grpo.metrics.states import StateClock
+from async_grpo.metrics.writers import MetricsWriter
+from async_grpo.replay.client import MonitorClient, TrainerClient
+from async_grpo.replay_parts import Role
+from async_grpo.training.feed import Batch, FeedSettings, GroupFeed, LoopThread
+from async_grpo.training.model import PolicyModel, load_policy, resolve_device, save_policy
+from async_grpo.training.progress import Progress
+from async_grpo.training.self_test import check_model
+from async_grpo.training.step import StepOutcome, TrainStep
+from async_grpo.training.step_metrics import group_metrics, token_metrics
+from async_grpo.training.weight_source import PolicyWeights
+from async_grpo.training.witness import StepWitness
+from async_grpo.types import WeightsName
+from async_grpo.weights.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_TIMEOUT_S = 3.0
+
+
+def main(config: Config) -> None:
+    """Train until `run.num_train_steps`, or until SIGTERM; both return normally.
+
+    Raises:
+        ConfigError: the address has no port, there is more than one rank, or the model is unfit.
+        PeerError: the replay server or the groups failed to come within their deadlines.
+        NumericsError: a loss or gradient norm was not finite.
+    """
+    if config.replay.address.endswith(":0"):
+        raise ConfigError(
+            f"replay.address is {config.replay.address}: a trainer needs the port that the replay "
+            "server listens on (it writes its address to replay/address in the run directory)"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(_one_rank())
+        loop = LoopThread("replay-client")
+        stack.callback(loop.close)
+        clock = StateClock("starting")
+        trainer = _load(config)
+        client = loop.call(_connect(config))
+        stack.callback(lambda: loop.call(client.close()))
+        _train(config, trainer, client, loop, clock)
+
+
+@dataclass(slots=True)
+class _Trainer:
+    """The model and what steps it."""
+
+    policy: PolicyModel
+    step: TrainStep
+    weights: PolicyWeights
+
+
+def _load(config: Config) -> _Trainer:
+    """Model, optimizer and start-up checks."""
+    torch.set_num_threads(config.trainer.threads)
+    torch.manual_seed(config.run.seed)
+    device = resolve_device(config.trainer.device)
+    chunk = config.trainer.logprob_chunk_tokens
+    policy = load_policy(config.policy, device, chunk_tokens=chunk)
+    check_model(policy, seed=config.run.seed)
+    reference = None
+    if config.algorithm.kl_coef > 0:
+        reference = load_policy(config.policy, device, chunk_tokens=chunk, trainable=False)
+    step = TrainStep(
+        policy,
+        config.algorithm,
+        config.trainer,
+        num_train_steps=config.run.num_train_steps,
+        reference=reference,
+    )
+    weights = PolicyWeights(policy, seed=config.run.seed, tolerance=config.weights.probe_tolerance)
+    return _Trainer(policy, step, weights)
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """torch.distributed with this process alone, by torchrun's store or our own.
+
+    Raises:
+        ConfigError: torchrun started more than one rank.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        raise ConfigError(
+            f"torchrun started {world_size} trainer ranks; this version trains on one"
+        )
+    dist.init_process_group("gloo", store=_own_store(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _own_store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]  # exported at run time
+
+
+async def _leave(client: TrainerClient, reason: str) -> None:
+    """Say goodbye, but do not hold up the exit for a server that is gone."""
+    try:
+        await asyncio.wait_for(client.leave(reason), _LEAVE_TIMEOUT_S)
+    except (PeerError, TimeoutError) as error:
+        logger.warning("left without a goodbye: %r", error)
+
+
+async def _connect(config: Config) -> TrainerClient:
+    client = TrainerClient(config)
+    await client.connect()
+    return client
+
+
+def _train(
+    config: Config,
+    trainer: _Trainer,
+    client: TrainerClient,
+    loop: LoopThread,
+    clock: StateClock,
+) -> None:
+    """The whole run after loading."""
+    directory = RunDirectory(Path(config.run.output_dir))
+    replay: TrainerReplay = client
+    started = loop.call(replay.start(0))
+    progress = Progress(incarnation=started.incarnation)
+    logger.info("incarnation %d starts from version 0", started.incarnation)
+    publisher = WeightPublisher(replay, loop.call, config.weights)
+    feed = GroupFeed(
+        replay,
+        loop,
+        FeedSettings(
+            first_draw_number=started.next_draw_number,
+            first_version=0,
+            num_train_steps=config.run.num_train_steps,
+            heartbeat_s=config.replay.heartbeat_s,
+        ),
+        status=lambda: progress.status(clock),
+        on_wishes=publisher.republish,
+    )
+    reason = "failed"
+    with ExitStack() as stack:
+        stack.callback(lambda: loop.call(_leave(client, reason)))
+        stack.callback(publisher.close)
+        stack.callback(loop.cancel_calls)
+        stack.callback(feed.close)
+        stack.enter_context(_stop_on_sigterm(feed.request_stop))
+        board = directory.tensorboard if config.metrics.tensorboard else None
+        writer = stack.enter_context(MetricsWriter(directory.metrics, board))
+        witness = stack.enter_context(StepWitness(directory.steps))
+        feed.start()
+        with clock.during("syncing"):
+            publisher.publish(WeightsName(started.incarnation, 0), trainer.weights)
+        steps = _Steps(config, trainer, replay, loop, clock, publisher, feed, progress)
+        steps.run(writer, witness)
+        if progress.step == config.run.num_train_steps:
+            publisher.wait()
+            save_policy(trainer.policy, config.policy.model, directory.final_model)
+            progress.log_summary(clock, config.staleness.max_staleness)
+            loop.call(_log_generator_shares(config))
+            reason = f"all {progress.step} train steps are done"
+            loop.call(replay.finish(reason))
+        else:
+            reason = f"stopped after {progress.step} of {config.run.num_train_steps} train steps"
+        logger.info("%s", reason)
+
+
+class _Steps:
+    """The main thread's loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: _Trainer,
+        replay: TrainerReplay,
+        loop: LoopThread,
+        clock: StateClock,
+        publisher: WeightPublisher,
+        feed: GroupFeed,
+        progress: Progress,
+    ) -> None:
+        self._config, self._trainer, self._replay, self._loop = config, trainer, replay, loop
+        self._clock, self._publisher, self._feed = clock, publisher, feed
+        self._progress = progress
+        self._step_ended_s = _wall(clock)
+
+    def run(self, writer: MetricsWriter, witness: StepWitness) -> None:
+        """Train steps until the last, or until a stop is requested between two."""
+        config = self._config
+        while self._progress.step < config.run.num_train_steps:
+            with self._clock.during("waiting"):
+                batch = self._feed.take(config.run.no_progress_timeout_s)
+            if batch is None:
+                return
+            if not self._progress.training_since_s:
+                self._progress.training_since_s = _wall(self._clock)
+            self._require_fresh(batch)
+            in_queue_s = batch.in_queue_s()
+            with self._clock.during("working"):
+                outcome = self._trainer.step.apply(batch.groups, batch.train_version)
+            witness.write(self._progress.incarnation, batch)
+            with self._clock.during("syncing"):
+                self._ack_and_publish(batch)
+            with self._clock.during("working"):
+                self._report(writer, batch, outcome, in_queue_s)
+
+    def _require_fresh(self, batch: Batch) -> None:
+        bound = self._config.staleness.max_staleness
+        for group in batch.groups:
+            oldest = group.oldest_weights()
+            if oldest and not is_fresh(batch.train_version, oldest.policy_version, bound):
+                raise PeerError(
+                    f"the replay server handed out group {group.group_id}/{group.attempt} of "
+                    f"{oldest} for a step from version {batch.train_version}: older than "
+                    f"staleness.max_staleness={bound}"
+                )
+
+    def _ack_and_publish(self, batch: Batch) -> None:
+        groups = [(group.group_id, group.attempt) for group in batch.groups]
+        self._loop.call(self._replay.ack(batch.train_version, batch.draw_number, groups))
+        self._feed.acked(batch.draw_number)
+        version, last = batch.train_version + 1, self._config.run.num_train_steps
+        if version % self._config.weights.publish_every == 0 or version == last:
+            name = WeightsName(self._progress.incarnation, version)
+            self._publisher.publish(name, self._trainer.weights)
+
+    def _report(
+        self, writer: MetricsWriter, batch: Batch, outcome: StepOutcome, in_queue_s: list[float]
+    ) -> None:
+        version = batch.train_version
+        values = group_metrics(batch.groups, batch.generated, in_queue_s)
+        values |= token_metrics(outcome, batch.groups, version, self._config.algorithm)
+        seconds = self._clock.seconds()
+        now = sum(seconds.values())
+        step_s = now - self._step_ended_s
+        self._step_ended_s = now
+        values |= {
+            "step": version,
+            "policy_version": version + 1,
+            "incarnation": self._progress.incarnation,
+            "time/wall_s": now,
+            "time/step_s": step_s,
+            "tokens/trained_per_s": values["tokens/trained"] / step_s,
+        }
+        values |= {
+            f"time/{state}_s": seconds.get(state, 0.0)
+            for state in ("starting", "working", "waiting", "syncing")
+        }
+        result = self._publisher.last_result
+        if result is not None and result.num_cells and not result.failures:
+            values["sync/publish_s"] = result.seconds
+        writer.write(version, values)
+        self._progress.add(values)
+        logger.info(
+            "step %d: reward %.3f, staleness %.2f (max %d), %.0f tokens/s, grad norm %.3g",
+            version + 1, values["reward/mean"], values["staleness/mean"], values["staleness/max"],
+            values["tokens/trained_per_s"], values["grad_norm"],
+        )  # fmt: skip
+
+
+@contextmanager
+def _stop_on_sigterm(request_stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM ends the run after the step under way. Only the main thread may handle signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        request_stop()
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wall(clock: StateClock) -> float:
+    return sum(clock.seconds().values())
+
+
+async def _log_generator_shares(config: Config) -> None:
+    """How much of their time the generators worked, by their own accounting."""
+    monitor = MonitorClient(config, name="trainer-summary")
+    try:
+        await monitor.connect()
+        stats = await monitor.stats()
+    except PeerError as error:
+        logger.warning("no figures of the generators: %s", error)
+        return
+    finally:
+        await monitor.close()
+    for peer in stats.peers:
+        if peer.role is Role.GENERATOR and peer.status is not None and peer.status.seconds:
+            seconds = peer.status.seconds
+            total = sum(seconds.values())
+            share = seconds.get("working", 0.0) / total
+            logger.info("%s: working %.0f %% of %.1f s", peer.name, 100 * share, total)

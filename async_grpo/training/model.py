@@ -1,0 +1,168 @@
+"""The trained policy as a transformers causal language model. Knows no objective and no batch."""
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from async_grpo.config.policy import PolicySection
+from async_grpo.errors import ConfigError
+from async_grpo.training.logprobs import chosen_logprobs
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*", "generation_config.json",
+)  # fmt: skip
+_DROPOUTS = (
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRequest:
+    """Where to take log-probs: see `batching.MicroBatch` for shapes."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    targets: Tensor
+    temperature: Tensor
+
+
+class PolicyModel:
+    """A causal language model that answers with log-probs of chosen tokens.
+
+    Attributes:
+        module: the transformers model.
+        dtype: of its weights.
+        accumulation_dtype: of log-probs: float32 or better.
+    """
+
+    def __init__(self, module: Any, *, chunk_tokens: int) -> None:
+        head = module.get_output_embeddings()
+        if head is None or getattr(head, "bias", None) is not None:
+            raise ConfigError(
+                f"policy.model: {type(module).__name__} has no plain linear head; its log-probs "
+                "cannot be made in chunks"
+            )
+        self.module: nn.Module = module
+        self.module.config.use_cache = False  # a cache would silently break packing
+        self._backbone: nn.Module = module.base_model
+        self._head_weight: Tensor = head.weight
+        self._chunk_tokens = chunk_tokens
+        self.dtype: torch.dtype = module.dtype
+        self.accumulation_dtype = torch.promote_types(self.dtype, torch.float32)
+        self.device: torch.device = module.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+        return int(self._head_weight.shape[0])
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Last hidden states [R, L, H]; no mask and no cache: `position_ids` tell the sequences."""
+        output = self._backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def logprobs(self, request: Any) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] of the targets, with gradient, and entropies [N], without; in nats.
+
+        Args:
+            request: a `LogprobRequest` or anything with its fields (`batching.MicroBatch`).
+        """
+        hidden = self.hidden_states(request.input_ids, request.position_ids)
+        return chosen_logprobs(
+            hidden.flatten(0, 1).index_select(0, request.rows),
+            self._head_weight,
+            request.targets,
+            request.temperature,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto`: cuda if there is one, else cpu.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"trainer.device: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.device is {name!r}, but there is no CUDA device")
+    return device
+
+
+def load_policy(
+    policy: PolicySection, device: torch.device, *, chunk_tokens: int, trainable: bool = True
+) -> PolicyModel:
+    """Load the weights of `policy.model`.
+
+    Dropout is switched off: the behavior policy sampled without it.
+
+    Args:
+        policy: section `policy`.
+        device: where it computes.
+        chunk_tokens: rows of the head computed at a time.
+        trainable: False: frozen, as a reference policy.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or its head is not a plain linear layer.
+    """
+    try:
+        config = AutoConfig.from_pretrained(policy.model)
+        for name in _DROPOUTS:
+            if getattr(config, name, 0):
+                logger.warning("policy.model: %s=%s is set to 0", name, getattr(config, name))
+                setattr(config, name, 0.0)
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            policy.model,
+            config=config,
+            dtype=getattr(torch, policy.dtype.value),
+            attn_implementation="sdpa",
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.model: cannot load {policy.model!r}: {error}") from error
+    module.to(device)
+    module.train(trainable)
+    module.requires_grad_(trainable)
+    return PolicyModel(module, chunk_tokens=chunk_tokens)
+
+
+def save_policy(model: PolicyModel, source: str, directory: Path) -> None:
+    """Write a Hugging Face directory: weights, configuration, and the tokenizer of `source`.
+
+    The directory appears whole or not at all; an earlier one is replaced.
+    """
+    staging = directory.with_name(f".{directory.name}.{os.getpid()}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    module: Any = model.module
+    module.save_pretrained(staging)
+    if Path(source).is_dir():
+        for pattern in _TOKENIZER_FILES:
+            for path in Path(source).glob(pattern):
+                if not (staging / path.name).exists():
+                    shutil.copy2(path, staging / path.name)
+    else:
+        AutoTokenizer.from_pretrained(source).save_pretrained(staging)
+    if directory.exists():
+        retired = directory.with_name(f".{directory.name}.{os.getpid()}.retired")
+        directory.rename(retired)
+        staging.rename(directory)
+        shutil.rmtree(retired)
+    else:
+        staging.rename(directory)

@@ -1,0 +1,86 @@
+"""AdamW with clipping, a learning-rate schedule, and float32 master weights for bfloat16."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from async_grpo.config.trainer import LRSchedule, TrainerSection
+
+
+def learning_rate(settings: TrainerSection, update: int, num_updates: int) -> float:
+    """Rate of optimizer update `update` (0, 1, ...) of `num_updates`.
+
+    Linear warm-up over `warmup_steps` updates, the first at lr / warmup_steps; then constant, or a
+    cosine that would reach 0 just after the last update.
+    """
+    if update < settings.warmup_steps:
+        return settings.lr * (update + 1) / settings.warmup_steps
+    if settings.lr_schedule is LRSchedule.constant:
+        return settings.lr
+    span = max(1, num_updates - settings.warmup_steps)
+    done = min(1.0, (update - settings.warmup_steps) / span)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class PolicyOptimizer:
+    """Updates the parameters of one policy.
+
+    Parameters of less than float32 get float32 masters: an update of 1e-6 would vanish in
+    bfloat16. Their gradients are then added up in float32 too, micro-batch by micro-batch.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], settings: TrainerSection) -> None:
+        self._settings = settings
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._masters: list[Tensor] = []
+        for parameter in parameters:
+            if parameter.dtype in (torch.float32, torch.float64):
+                self._masters.append(parameter)
+                continue
+            master = parameter.detach().float().requires_grad_()
+            self._pairs.append((parameter, master))
+            self._masters.append(master)
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch's
+                _AccumulateInto(master)
+            )
+        self._adamw = torch.optim.AdamW(
+            self._masters,
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def clip(self) -> float:
+        """Scale gradients down to `max_grad_norm`; returns the global norm before that."""
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm)
+        return float(norm)
+
+    def step(self, lr: float) -> None:
+        """One AdamW update at rate `lr`."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                parameter.copy_(master)
+
+
+class _AccumulateInto:
+    """Hook that moves a low-precision gradient into its master's float32 one."""
+
+    def __init__(self, master: Tensor) -> None:
+        self._master = master
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        self._master.grad = gradient if self._master.grad is None else self._master.grad + gradient
+        parameter.grad = None
