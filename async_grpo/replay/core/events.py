@@ -44,7 +44,7 @@ class Effects:
 
     reply: Reply | None = None
     """None for a `Received` long poll: nothing to say yet; the server parks the request, applies it
-    again after each later change, and at its deadline sends `ReplayCore.empty_reply(request, peer)`"""
+    again after each later change, and at its deadline sends `core.empty_reply(request, peer)`"""
     records: list[Any] = field(default_factory=list)
     """`records.Record`s for the ledger, to be written before the reply is sent"""
     freed: list[tuple[int, int]] = field(default_factory=list)
