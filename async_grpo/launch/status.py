@@ -24,7 +24,7 @@ _TAIL_BYTES = 65536
 class Monitor(Protocol):
     """The replay server as an onlooker uses it."""
 
-    async def connect(self) -> None:
+    async def connect(self) -> object:
         """Say hello."""
         ...
 

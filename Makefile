@@ -1,0 +1,76 @@
+# `make` prints the targets. CI runs `make check` and `make test`, to the letter.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Further arguments of pip, for instance an index that has a CPU build of torch.
+PIP_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+BASE := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+INSTALL := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
+CONFIGS := $(wildcard configs/*.yaml)
+QUICKSTART := configs/quickstart.yaml
+QUICKSTART_RUN := runs/quickstart
+
+# One thread per process: several processes share the cores.
+export OMP_NUM_THREADS = 1
+export TOKENIZERS_PARALLELISM = false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart check fix docs test test-e2e simulate clean
+
+help: ## print the targets
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(BASE): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable .
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(BASE)
+
+setup: $(DEV) ## make .venv with everything that development and tests need
+
+quickstart: $(BASE) ## train a toy policy asynchronously on this machine, in minutes
+	@if [ -d $(QUICKSTART_RUN) ]; then \
+	  echo "removing the quickstart run before: $(QUICKSTART_RUN)"; rm -rf $(QUICKSTART_RUN); fi
+	$(BIN)/async-grpo run $(QUICKSTART)
+	$(BIN)/python tools/greedy_accuracy.py $(QUICKSTART)
+	$(BIN)/async-grpo audit $(QUICKSTART_RUN)
+
+check: $(DEV) ## lint, format, types, layers, configurations, generated docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy $(wildcard tools/*.py)
+	$(BIN)/lint-imports
+	@for config in $(CONFIGS); do \
+	  echo "async-grpo check $$config"; $(BIN)/async-grpo check $$config > /dev/null || exit 1; done
+	$(BIN)/python tools/gen_docs.py --check
+
+fix: $(DEV) ## apply what ruff can repair, and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DEV) ## write the generated pages in docs/
+	$(BIN)/python tools/gen_docs.py
+
+test: $(DEV) ## all tests: unit, contracts, integration, 5,000 simulated schedules, end to end
+	$(BIN)/pytest -q
+	$(BIN)/pytest -q -m e2e tests/e2e
+
+test-e2e: $(DEV) ## only the tests that train with real processes
+	$(BIN)/pytest -q -m e2e tests/e2e
+
+simulate: $(DEV) ## 100,000 simulated schedules of crashes, delays and losses
+	$(BIN)/python -m tests.simulation.run --schedules 100000 --workers 2
+
+clean: ## remove .venv, caches and the quickstart run
+	rm -rf $(VENV) $(QUICKSTART_RUN) build dist *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
