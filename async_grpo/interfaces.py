@@ -59,7 +59,10 @@ class Clock(Protocol):
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that the generator needs."""
 
+    bos_token_id: int | None
     eos_token_id: int | None
+    adds_bos: bool
+    """ids made with special tokens begin with `bos_token_id`"""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`."""

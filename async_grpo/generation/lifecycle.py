@@ -1,0 +1,203 @@
+"""Engine slots: a server is started or attached to, watched, and replaced when its life ends.
+
+    start / attach --> wait until it answers --> Engine (syncing, serving, ...) --> condemned
+          ^                                                                            |
+          +------------- back-off, at most engine.max_restarts (own engines) <---------+
+
+A life ends when the process exits, when /server_info goes unanswered twice, or when someone
+condemns the engine. A server of our own is then killed; an attached one is sent nothing more until
+it answers again. Knows nothing of requests, updates, or how a process is started (`handles`).
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable
+
+from async_grpo.config.engine import EngineSection
+from async_grpo.engine_api import ServerInfo
+from async_grpo.errors import GenerationError
+from async_grpo.generation.engines import Engine
+from async_grpo.generation.handles import EngineHandle, StartEngine
+from async_grpo.interfaces import EngineClient
+from async_grpo.replay_parts import EngineState, EngineStatus
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 30.0
+READY_RETRY_S = 0.2
+"""Between questions to a server that does not answer yet."""
+LIVENESS_FAILURES = 2
+"""Unanswered /server_info in a row that end a life: one may be a busy moment."""
+
+
+MakeClient = Callable[[str], EngineClient]
+"""Connections to the server at a URL."""
+
+
+class EngineSlot:
+    """One place for an engine; holds the lives that follow each other in it.
+
+    Args:
+        name: `{generator}/{slot}`, for ids.
+        start: starts or attaches; gets the engine's id.
+        make_client: connections to a URL.
+        section: deadlines and the budget of restarts.
+        liveness_s: interval of /server_info.
+        on_change: called when the status changes.
+
+    Attributes:
+        engine: the present life, or None between lives.
+        last_error: why the newest life ended.
+        failed: the budget of restarts is used up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: StartEngine,
+        make_client: MakeClient,
+        section: EngineSection,
+        *,
+        liveness_s: float,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._name = name
+        self._start = start
+        self._make_client = make_client
+        self._section = section
+        self._liveness_s = liveness_s
+        self._on_change = on_change
+        # a restarted generator must not repeat the ids of the one before it
+        self._process_token = secrets.token_hex(3)
+        self._next_id = self._id(1)
+        self._between = EngineState.STARTING
+        self.engine: Engine | None = None
+        self.last_error = ""
+        self.failed = False
+
+    def _id(self, start: int) -> str:
+        return f"{self._name}#{self._process_token}-{start}"
+
+    @property
+    def status(self) -> EngineStatus:
+        """For the heartbeat."""
+        if self.engine is not None:
+            return self.engine.status
+        return EngineStatus(engine_id=self._next_id, state=self._between)
+
+    async def run(self) -> None:
+        """Keep an engine in this slot; returns when the budget of restarts is used up.
+
+        Cancel it to end the engine cleanly.
+        """
+        backoff_s = FIRST_BACKOFF_S
+        num_restarts = 0
+        for start in itertools.count(1):
+            self._next_id = self._id(start)
+            owned = True
+            try:
+                owned, reason, served = await self._live(self._next_id)
+            except GenerationError as error:
+                reason, served = str(error), False
+            self.last_error = f"{self._next_id}: {reason}"
+            logger.warning("engine %s", self.last_error)
+            if served:
+                backoff_s = FIRST_BACKOFF_S
+            if owned and num_restarts >= self._section.max_restarts:
+                self._between = EngineState.DEAD
+                self.failed = True
+                self._on_change()
+                return
+            num_restarts += owned
+            self._between = EngineState.STARTING if owned else EngineState.QUARANTINED
+            self._next_id = self._id(start + 1)
+            self._on_change()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
+    async def _live(self, engine_id: str) -> tuple[bool, str, bool]:
+        """One life: (is the process ours, why it ended, whether it ever served)."""
+        handle = await self._start(engine_id)
+        client = self._make_client(handle.url)
+        clean = False
+        try:
+            info = await self._wait_ready(handle, client)
+            engine = Engine(engine_id, client, info, self._on_change)
+            self.engine = engine
+            logger.info("engine %s answers at %s", engine_id, handle.url)
+            self._on_change()
+            reason = await self._watch(handle, engine)
+            return handle.owned, reason, engine.weights is not None
+        except asyncio.CancelledError:
+            clean = True
+            raise
+        finally:
+            if self.engine is not None:
+                self.engine.condemn("the engine ended")
+            self.engine = None
+            # first the connections: whatever waits for an answer is sampled elsewhere at once
+            await client.close()
+            await (handle.terminate() if clean else handle.kill())
+
+    async def _wait_ready(self, handle: EngineHandle, client: EngineClient) -> ServerInfo:
+        """Wait for the first answer of /server_info; an attached server may take for ever."""
+        ended = asyncio.create_task(handle.wait())
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._section.start_timeout_s
+        try:
+            while True:
+                try:
+                    info = await client.server_info(timeout_s=self._section.control_timeout_s)
+                    if not handle.owned:
+                        # whoever drove it before us may have died in an update
+                        await client.end_update(missing_ok=True)
+                        await client.resume()
+                    return info
+                except GenerationError as error:
+                    if ended.done():
+                        raise GenerationError(ended.result(), retryable=True) from error
+                    if handle.owned and loop.time() > deadline:
+                        raise GenerationError(
+                            f"not ready within {self._section.start_timeout_s:g} s: {error}",
+                            retryable=True,
+                        ) from error
+                    self.last_error = f"{self._next_id}: {error}"
+                await asyncio.wait([ended], timeout=READY_RETRY_S)
+        finally:
+            ended.cancel()
+
+    async def _watch(self, handle: EngineHandle, engine: Engine) -> str:
+        """Wait for the end of the engine's life; the reason."""
+        waits = [
+            asyncio.create_task(handle.wait()),
+            asyncio.create_task(engine.condemned()),
+            asyncio.create_task(self._unanswered(engine)),
+        ]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return "; ".join(task.result() for task in waits if task in done)
+        finally:
+            for task in waits:
+                task.cancel()
+
+    async def _unanswered(self, engine: Engine) -> str:
+        """Ask /server_info again and again; returns when it went unanswered too often.
+
+        Not during an update: it has its own deadlines, and a server may be busy receiving.
+        """
+        failures = 0
+        while failures < LIVENESS_FAILURES:
+            await asyncio.sleep(self._liveness_s)
+            if engine.updating:
+                failures = 0
+                continue
+            try:
+                await engine.client.server_info(timeout_s=self._section.control_timeout_s)
+                failures = 0
+            except GenerationError as error:
+                failures += 1
+                problem = str(error)
+        return f"no sign of life: {problem}"
