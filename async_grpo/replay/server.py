@@ -134,7 +134,7 @@ class ReplayServer:
         elif self._finished_at is None:
             self._finished_at = self._clock()
         elif not self._stop_reason:
-            if not self._sessions.has_workers():
+            if self._sessions.everyone_left():
                 self._stop_reason = "the run is finished and everyone has left"
             elif self._clock() - self._finished_at > self._peer_timeout_s:
                 self._stop_reason = "the run is finished; peers that have not left are given up"

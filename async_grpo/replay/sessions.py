@@ -66,6 +66,7 @@ class Sessions:
         self._digest = config_digest
         self._by_peer: dict[bytes, Session] = {}
         self._superseded: set[str] = set()
+        self._met_workers = False
 
     def of(self, peer: bytes) -> Session | None:
         """The session on a connection; None before its hello."""
@@ -116,6 +117,7 @@ class Sessions:
             self.end(instance)
             self._superseded.add(instance)
         self._by_peer[peer] = mine
+        self._met_workers |= hello.role is not Role.MONITOR
         return ended
 
     def end(self, instance: str) -> None:
@@ -124,9 +126,11 @@ class Sessions:
             peer: session for peer, session in self._by_peer.items() if session.instance != instance
         }
 
-    def has_workers(self) -> bool:
-        """Whether a generator or a trainer is still here."""
-        return any(session.role is not Role.MONITOR for session in self._by_peer.values())
+    def everyone_left(self) -> bool:
+        """Whether generators or a trainer were here and none is any more."""
+        return self._met_workers and all(
+            session.role is Role.MONITOR for session in self._by_peer.values()
+        )
 
 
 def refuse(session: Session, request: Request) -> Error | None:

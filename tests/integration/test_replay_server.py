@@ -1,0 +1,421 @@
+"""The replay server and its clients over real sockets on loopback."""
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from async_grpo.config.run_directory import RunDirectory
+from async_grpo.errors import (
+    AsyncGrpoError,
+    ConfigError,
+    PeerLost,
+    RemoteError,
+    RpcTimeout,
+    VersionMismatch,
+)
+from async_grpo.interfaces import GeneratorReplay, TrainerReplay
+from async_grpo.replay.client import GeneratorClient, MonitorClient, TrainerClient
+from async_grpo.replay.server import ReplayServer
+from async_grpo.replay_api import WIRE_VERSION, Error, ErrorCode, Hello, Insert, InsertReply
+from async_grpo.replay_parts import Dataset, EndStats, Role
+from async_grpo.transport import envelope
+from async_grpo.transport.codec import encode_group
+from async_grpo.types import DropReason, InsertOutcome, Ticket, WeightsName
+from tests.fakes.replay_harness import (
+    DATASET,
+    STATUS,
+    at_address,
+    connected,
+    go_live,
+    group_for,
+    replay_config,
+    serving,
+    training,
+)
+
+
+async def claimed(generator: GeneratorClient) -> Ticket:
+    ticket = await generator.claim()
+    assert ticket is not None
+    return ticket
+
+
+def ledger_types(config) -> list[str]:
+    path = RunDirectory(Path(config.run.output_dir)).ledger
+    return [json.loads(line)["type"] for line in path.read_text().splitlines()]
+
+
+def test_clients_are_what_the_roles_expect(tmp_path):
+    config = at_address(replay_config(tmp_path), "tcp://127.0.0.1:1")
+    generator: GeneratorReplay = GeneratorClient(config, name="g", dataset=DATASET)
+    trainer: TrainerReplay = TrainerClient(config)
+    assert (generator, trainer) != (None, None)
+
+
+async def test_group_goes_from_claim_to_ack(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator, training(config) as trainer:
+            weights = await go_live(trainer, generator)
+            sent = {}
+            for _ in range(2):
+                ticket = await claimed(generator)
+                sent[ticket.group_id] = group_for(ticket, weights)
+                assert await generator.insert(sent[ticket.group_id]) is InsertOutcome.STORED
+            assert server.payload_bytes > 0
+            drawn = await trainer.draw(1, 0)
+            assert {group.group_id for group in drawn.groups} == set(sent)
+            assert drawn.generated.num_groups == 2
+            for leased in drawn.groups:
+                received = await trainer.fetch(leased.group_id, leased.attempt)
+                assert received.num_tokens == leased.num_tokens
+                for ours, theirs in zip(
+                    sent[leased.group_id].rollouts, received.rollouts, strict=True
+                ):
+                    assert ours.reward == theirs.reward
+                    np.testing.assert_array_equal(
+                        ours.sequences[0].token_ids, theirs.sequences[0].token_ids
+                    )
+                    np.testing.assert_array_equal(
+                        ours.sequences[0].behavior_logprobs, theirs.sequences[0].behavior_logprobs
+                    )
+            keys = [(group.group_id, group.attempt) for group in drawn.groups]
+            await trainer.ack(0, 1, keys)
+            assert server.payload_bytes == 0
+            with pytest.raises(RemoteError, match="not_found"):
+                await trainer.fetch(*keys[0])
+    assert ledger_types(config).count("Stored") == 2
+    assert ledger_types(config)[-1] == "Trained"
+
+
+async def test_waiting_draw_is_answered_by_the_insert_that_completes_it(tmp_path):
+    config = replay_config(tmp_path, heartbeat_s=4.0)  # long polls of 20 s
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator, training(config) as trainer:
+            weights = await go_live(trainer, generator)
+            draw = asyncio.create_task(trainer.draw(1, 0))
+            for _ in range(2):
+                assert not draw.done()
+                ticket = await claimed(generator)
+                await generator.insert(group_for(ticket, weights))
+            drawn = await asyncio.wait_for(draw, 10)
+            assert len(drawn.groups) == 2
+
+
+async def test_long_poll_that_finds_nothing_ends_empty(tmp_path):
+    config = replay_config(tmp_path, heartbeat_s=0.05)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator, training(config) as trainer:
+            assert await generator.claim() is None  # nothing is live
+            await trainer.start(0)
+            drawn = await trainer.draw(1, 0)
+            assert (drawn.groups, drawn.wishes) == ([], [])
+            watched = await generator.watch(0)
+            assert (await generator.watch(watched.revision)).revision == watched.revision
+
+
+async def test_second_insert_is_a_duplicate_and_of_an_ended_attempt_fenced(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator, training(config) as trainer:
+            weights = await go_live(trainer, generator)
+            ticket = await claimed(generator)
+            group = group_for(ticket, weights)
+            bulk = generator._bulk()
+            for expected in (InsertOutcome.STORED, InsertOutcome.DUPLICATE):
+                reply = await bulk.ask(
+                    Insert(group_id=ticket.group_id, attempt=ticket.attempt),
+                    InsertReply,
+                    payload=encode_group(group),
+                )
+                assert reply.outcome is expected
+            held = server.payload_bytes
+            other = await claimed(generator)
+            await generator.end(other, DropReason.REWARD_FAILED, "no judge", EndStats())
+            assert await generator.insert(group_for(other, weights)) is InsertOutcome.FENCED
+            assert server.payload_bytes == held
+
+
+async def test_restart_in_the_middle_goes_unnoticed(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        generator = GeneratorClient(config, name="g0", dataset=DATASET)
+        trainer = TrainerClient(config)
+        await generator.connect()
+        await trainer.connect()
+        weights = await go_live(trainer, generator)
+        tickets = [await claimed(generator) for _ in range(4)]
+        for ticket in tickets[:2]:
+            await generator.insert(group_for(ticket, weights))
+        drawn = await trainer.draw(1, 0)
+        await trainer.fetch(drawn.groups[0].group_id, drawn.groups[0].attempt)
+        assert await generator.insert(group_for(tickets[2], weights)) is InsertOutcome.STORED
+        watching = asyncio.create_task(generator.watch((await generator.watch(0)).revision))
+        # a payload on its way while there is no server
+    inserting = asyncio.create_task(generator.insert(group_for(tickets[3], weights)))
+    async with serving(config) as server:
+        try:
+            async with asyncio.timeout(20):
+                assert await inserting is InsertOutcome.STORED
+                await watching
+                await trainer.heartbeat([1], STATUS)
+                # leased groups stay leased, but only fetched ones are of use
+                with pytest.raises(RemoteError, match=r"not_found.*restart"):
+                    await trainer.fetch(drawn.groups[1].group_id, drawn.groups[1].attempt)
+                await trainer.ack(0, 1, [(group.group_id, group.attempt) for group in drawn.groups])
+            stats = server._core.stats(0.0)
+            assert (stats.trained, stats.stored, stats.reissued) == (2, 1, {"lost": 1})
+        finally:
+            await generator.close()
+            await trainer.close()
+
+
+async def test_other_configuration_is_refused_with_what_to_do(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        other = at_address(replay_config(tmp_path, groups_per_step=3), server.address)
+        client = TrainerClient(other)
+        try:
+            with pytest.raises(VersionMismatch, match="start every role from the same file"):
+                await client.connect()
+        finally:
+            await client.close()
+
+
+async def test_other_data_set_is_refused(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config, "g0"):
+            other = GeneratorClient(
+                config, name="g1", dataset=Dataset(fingerprint="other", num_prompts=100)
+            )
+            try:
+                with pytest.raises(VersionMismatch, match="dataset other of 100"):
+                    await other.connect()
+            finally:
+                await other.close()
+
+
+async def test_same_name_again_ends_the_first_instance(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config, "twin") as first, connected(config, "twin") as second:
+            with pytest.raises(RemoteError, match=r"fenced.*its own name"):
+                await first.heartbeat([], [], STATUS)
+            await second.heartbeat([], [], STATUS)
+
+
+async def test_second_trainer_waits_for_the_first_and_then_names_it(tmp_path):
+    config = replay_config(tmp_path, heartbeat_s=0.1, peer_timeout_s=0.4)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with training(config) as first, training(config) as second:
+            started = await first.start(0)
+
+            async def live_on() -> None:
+                while True:
+                    await first.heartbeat([], STATUS)
+                    await asyncio.sleep(0.1)
+
+            beating = asyncio.create_task(live_on())
+            with pytest.raises(PeerLost, match="has a trainer already"):
+                await second.start(0)
+            beating.cancel()
+            assert (await second.start(0)).incarnation == started.incarnation + 1
+            with pytest.raises(RemoteError, match=r"fenced|hello_required"):
+                await first.ack(0, 1, [])
+
+
+async def test_group_that_breaks_the_rules_ends_as_invalid_unsent(tmp_path):
+    config = replay_config(tmp_path, max_group_bytes=1000)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator, training(config) as trainer:
+            weights = await go_live(trainer, generator)
+            oversize = await claimed(generator)
+            group = group_for(oversize, weights, num_tokens=8)
+            group.rollouts[0].sequences[0].prompt_token_ids = np.zeros(400, dtype=np.int32)
+            assert await generator.insert(group) is InsertOutcome.INVALID
+            broken = await claimed(generator)
+            group = group_for(broken, weights)
+            group.rollouts[1].reward = math.nan
+            assert await generator.insert(group) is InsertOutcome.INVALID
+            assert server._core.stats(0.0).dropped[DropReason.INVALID] == 2
+            assert generator._bulk_link is None
+
+
+async def test_frames_that_lie_are_refused_by_the_server(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator, training(config) as trainer:
+            weights = await go_live(trainer, generator)
+            ticket = await claimed(generator)
+            frames = encode_group(group_for(ticket, weights))
+            reply = await generator._bulk().ask(
+                Insert(group_id=ticket.group_id, attempt=ticket.attempt),
+                InsertReply,
+                payload=[*frames[:2], bytes(len(frames[2]) - 4)],
+            )
+            assert reply.outcome is InsertOutcome.INVALID
+            assert "behavior log-probs" in reply.detail
+            other = await claimed(generator)
+            reply = await generator._bulk().ask(
+                Insert(group_id=other.group_id, attempt=other.attempt),
+                InsertReply,
+                payload=frames,
+            )
+            assert reply.outcome is InsertOutcome.INVALID
+            assert "in the insert of group" in reply.detail
+            assert server.payload_bytes == 0
+
+
+async def test_full_buffer_blocks_the_producer_until_there_is_room(tmp_path):
+    config = replay_config(tmp_path, max_groups=2)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator, training(config) as trainer:
+            weights = await go_live(trainer, generator)
+            tickets = [await claimed(generator) for _ in range(3)]
+            for ticket in tickets[:2]:
+                await generator.insert(group_for(ticket, weights))
+            third = asyncio.create_task(generator.insert(group_for(tickets[2], weights)))
+            drawn = await trainer.draw(1, 0)
+            assert not third.done()
+            await trainer.ack(0, 1, [(group.group_id, group.attempt) for group in drawn.groups])
+            assert await asyncio.wait_for(third, 10) is InsertOutcome.STORED
+
+
+async def test_role_may_not_do_anothers_work(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator:
+            with pytest.raises(RemoteError, match="generator may not send Ack"):
+                await TrainerClient.ack(_trainer_on(generator), 0, 1, [])
+
+
+def _trainer_on(generator: GeneratorClient) -> TrainerClient:
+    """A trainer's requests on a generator's connection."""
+    trainer = TrainerClient(generator._config)
+    trainer._control = generator._control
+    return trainer
+
+
+async def test_malformed_and_uninvited_messages_leave_honest_peers_alone(tmp_path):
+    config = replay_config(tmp_path)
+    context = zmq.asyncio.Context()
+    raw = context.socket(zmq.DEALER)
+    try:
+        async with serving(config) as server:
+            config = at_address(config, server.address)
+            raw.connect(server.address)
+            async with connected(config) as generator, training(config) as trainer:
+                random = np.random.default_rng(0)
+                for size in (0, 1, 17, 3000):
+                    await raw.send_multipart([random.bytes(size), random.bytes(40)])
+                await raw.send(envelope.encode(5, Insert(group_id=1, attempt=1)))
+                _, body = envelope.open_envelope(await asyncio.wait_for(raw.recv(), 10))
+                refused = envelope.decode_reply(body)
+                assert isinstance(refused, Error)
+                assert refused.code is ErrorCode.HELLO_REQUIRED
+                weights = await go_live(trainer, generator)
+                ticket = await claimed(generator)
+                stored = await generator.insert(group_for(ticket, weights))
+                assert stored is InsertOutcome.STORED
+    finally:
+        raw.close(linger=0)
+        context.term()
+
+
+async def test_other_wire_version_in_the_hello_is_refused(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        client = MonitorClient(at_address(config, server.address))
+        link = client._control
+        hello: Hello = link._hello_request
+        assert hello.role is Role.MONITOR
+        link._hello_request = Hello(
+            role=hello.role,
+            name=hello.name,
+            instance=hello.instance,
+            wire_version=WIRE_VERSION + 1,
+            config_digest=hello.config_digest,
+            bulk=False,
+        )
+        try:
+            with pytest.raises(VersionMismatch, match="same release"):
+                await client.connect()
+        finally:
+            await client.close()
+
+
+async def test_monitor_reads_counters_and_holds_nobody_up(tmp_path):
+    config = replay_config(tmp_path)
+    server = ReplayServer(config)
+    serve = asyncio.create_task(server.serve())
+    config = at_address(config, server.address)
+    monitor = MonitorClient(config)
+    try:
+        await monitor.connect()
+        async with connected(config) as generator, training(config) as trainer:
+            weights = await go_live(trainer, generator)
+            stats = await monitor.stats()
+            assert (stats.tickets, stats.live) == (0, WeightsName(weights[0], 0))
+            assert {peer.name for peer in stats.peers} == {"g0", "trainer"}
+            await trainer.finish("done")
+            assert (await generator.watch(0)).stop == "done"
+            await generator.leave("told to")
+            await trainer.leave("done")
+            await asyncio.wait_for(serve, 10)
+    finally:
+        await monitor.close()
+        server.close()
+
+
+async def test_leaving_gives_claims_back_at_once(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator, training(config) as trainer:
+            await go_live(trainer, generator)
+            await claimed(generator)
+            await generator.leave("test")
+            assert server._core.stats(0.0).claimed == 0
+
+
+async def test_absent_server_is_named_after_the_deadline(tmp_path):
+    config = at_address(replay_config(tmp_path), "tcp://127.0.0.1:9")
+    config.run.no_progress_timeout_s = 0.3
+    client = TrainerClient(config)
+    try:
+        with pytest.raises(RpcTimeout, match=r"replay server at tcp://127\.0\.0\.1:9 .*'Hello'"):
+            await client.connect()
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:*"])
+def test_clients_refuse_an_address_that_names_no_port(tmp_path, address):
+    with pytest.raises(ConfigError, match=r"replay\.address"):
+        TrainerClient(at_address(replay_config(tmp_path), address))
+
+
+async def test_second_server_on_one_ledger_is_refused(tmp_path):
+    config = replay_config(tmp_path)
+    async with serving(config):
+        with pytest.raises(AsyncGrpoError, match="in use by another replay server"):
+            ReplayServer(config)
