@@ -1,0 +1,67 @@
+"""What one seed decides: the run's settings and its faults."""
+
+import random
+from dataclasses import dataclass
+
+from async_grpo.config.staleness import DrawOrder, OnStale
+from async_grpo.replay.core.settings import CoreSettings
+
+GROUP_BYTES = (10, 20)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One simulated run."""
+
+    seed: int
+    settings: CoreSettings
+    num_prompts: int
+    num_generators: int
+    num_engines: int
+    num_slots: int
+    publish_every: int
+    prefetch: bool
+    faults_until_s: float
+    mean_fault_gap_s: float
+    loss: float
+    duplication: float
+    mean_delay_s: float
+
+
+def schedule_of(seed: int) -> Schedule:
+    """The schedule of `seed`; equal seeds give equal runs."""
+    rng = random.Random(f"schedule {seed}")
+    per_step, depth = rng.randint(1, 3), rng.randint(0, 2)
+    window = (depth + 1) * per_step
+    order = rng.choice(list(DrawOrder))
+    least = (window if order is DrawOrder.ticket else per_step) * GROUP_BYTES[1]
+    calm = rng.random() < 0.1
+    settings = CoreSettings(
+        groups_per_step=per_step,
+        num_train_steps=rng.randint(2, 5),
+        max_staleness=depth + rng.randint(0, 2),
+        pipeline_depth=depth,
+        draw_order=order,
+        on_stale=rng.choice(list(OnStale)),
+        seed=seed,
+        max_bytes=least if rng.random() < 0.5 else 10_000,
+        max_groups=window + (per_step if rng.random() < 0.7 else 0),
+        group_timeout_s=12.0,
+        engines_per_cell=rng.randint(1, 2),
+        remembered_tickets=rng.choice([3, 20_000, 20_000]),
+    )
+    return Schedule(
+        seed=seed,
+        settings=settings,
+        num_prompts=rng.randint(1, 7),
+        num_generators=rng.randint(1, 3),
+        num_engines=rng.randint(1, 2),
+        num_slots=rng.randint(1, 3),
+        publish_every=rng.randint(1, depth + 1),
+        prefetch=rng.random() < 0.5,
+        faults_until_s=0.0 if calm else rng.uniform(5.0, 40.0),
+        mean_fault_gap_s=rng.uniform(2.0, 15.0),
+        loss=rng.choice([0.0, 0.03, 0.15]),
+        duplication=rng.choice([0.0, 0.03, 0.15]),
+        mean_delay_s=rng.choice([0.02, 0.3, 1.0]),
+    )
