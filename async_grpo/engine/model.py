@@ -1,0 +1,83 @@
+"""Load the policy for the embedded engine. Knows nothing of requests."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from async_grpo.config.schema import Config
+from async_grpo.engine.admission import Limits
+from async_grpo.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The policy and what the engine must know of it."""
+
+    module: Any
+    """transformers PreTrainedModel, in evaluation mode"""
+    path: str
+    limits: Limits
+    eos_token_ids: tuple[int, ...]
+    """ends of a completion by the model's and the tokenizer's own configuration"""
+    device: torch.device
+
+
+def load_model(config: Config) -> LoadedModel:
+    """The policy of `config` in its dtype, on the GPU if there is one.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or the context length does not fit it.
+    """
+    disable_progress_bar()
+    path = config.policy.model
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, config.policy.dtype.value)
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.model: cannot load {path!r}: {error}") from error
+    module = module.to(device).eval().requires_grad_(False)
+    text_config = module.config.get_text_config()
+    return LoadedModel(
+        module=module,
+        path=path,
+        limits=Limits(
+            vocab_size=text_config.vocab_size,
+            context_length=_context_length(config, text_config),
+        ),
+        eos_token_ids=_eos_token_ids(module, path),
+        device=device,
+    )
+
+
+def _context_length(config: Config, text_config: Any) -> int:
+    own: int | None = getattr(text_config, "max_position_embeddings", None)
+    wanted = config.engine.context_length
+    if not wanted and own is None:
+        raise ConfigError("engine.context_length must be set: the model names no limit of its own")
+    if own is not None and wanted > own:
+        raise ConfigError(f"engine.context_length ({wanted}) exceeds the model's limit of {own}")
+    return wanted or own  # type: ignore[return-value]  # one of them is set
+
+
+def _eos_token_ids(module: Any, path: str) -> tuple[int, ...]:
+    """Union of the generation config's, the model config's and the tokenizer's, as SGLang does."""
+    found: set[int] = set()
+    for owner in (module.generation_config, module.config):
+        value = getattr(owner, "eos_token_id", None)
+        found.update(value if isinstance(value, list) else () if value is None else (value,))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        logger.info("%s has no tokenizer (%s); only the model's own end tokens count", path, error)
+    else:
+        if tokenizer.eos_token_id is not None:
+            found.add(tokenizer.eos_token_id)
+    return tuple(sorted(token for token in found if token >= 0))

@@ -1,0 +1,74 @@
+"""`async-grpo engine`: serve the embedded engine until SIGTERM or until it cannot decode."""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from async_grpo.config.schema import Config
+from async_grpo.engine.embedded import EmbeddedEngine
+from async_grpo.engine.model import load_model
+from async_grpo.engine.routes import make_app
+from async_grpo.errors import GenerationError
+
+logger = logging.getLogger(__name__)
+
+
+def main(config: Config, *, port: int) -> None:
+    """Serve on `config.engine.host`; prints `{"url": ...}` to stdout once it listens.
+
+    Args:
+        config: the loaded configuration.
+        port: 0 for one that the system chooses.
+
+    Raises:
+        ConfigError: the model does not load or does not fit.
+        GenerationError: the batching loop died, or the port cannot be bound.
+    """
+    torch.set_num_threads(config.engine.threads)
+    asyncio.run(_serve(config, port))
+
+
+async def _serve(config: Config, port: int) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    engine = EmbeddedEngine(config, load_model(config))
+    engine.start()
+    runner = web.AppRunner(
+        make_app(engine), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+    )
+    try:
+        await runner.setup()
+        host = config.engine.host
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise GenerationError(
+                f"cannot listen on {host}:{port}: {error}", retryable=False
+            ) from error
+        url = f"http://{host}:{runner.addresses[0][1]}"
+        sys.stdout.write(json.dumps({"url": url}) + "\n")
+        sys.stdout.flush()
+        logger.info("engine serves %s at %s", config.policy.model, url)
+        await _first(stop.wait(), engine.died.wait())
+        if engine.failure:
+            raise GenerationError(engine.failure, retryable=False)
+    finally:
+        await runner.cleanup()
+        engine.stop()
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Until one of them ends; the others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

@@ -1,0 +1,163 @@
+"""Receive flattened buckets and copy them into the model in place. Model thread only.
+
+A bucket is checked whole before anything is copied, so a refused one leaves the weights as they
+were. Its bytes are received first all the same: the sender is already broadcasting, and nothing
+else would free it. Knows nothing of requests, pauses or sessions.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+
+from async_grpo.engine.admission import RequestRefused
+from async_grpo.engine_api import (
+    FLATTENED_BUCKET,
+    DestroyGroupRequest,
+    InitGroupRequest,
+    UpdateFromDistributedRequest,
+)
+from async_grpo.errors import WeightSyncError
+from async_grpo.weights.group import UpdateGroup, join_group
+
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
+}  # as SGLang spells them
+
+
+class WeightLoader:
+    """The model's parameters and the update groups that fill them."""
+
+    def __init__(self, module: Any, device: torch.device, timeout_s: float) -> None:
+        # Tied tensors appear under each of their names; copying twice is harmless.
+        self._parameters: dict[str, torch.nn.Parameter] = dict(
+            module.named_parameters(remove_duplicate=False)
+        )
+        self._unique: list[tuple[str, torch.nn.Parameter]] = list(module.named_parameters())
+        self._device = device
+        self._timeout_s = timeout_s
+        self._groups: dict[str, tuple[UpdateGroup, torch.device]] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def init_group(self, request: InitGroupRequest) -> None:
+        """Join; blocks until all ranks have met.
+
+        Raises:
+            RequestRefused: the name is in use, or not all ranks came before the deadline.
+        """
+        if request.group_name in self._groups:
+            raise RequestRefused(f"update group {request.group_name!r} exists")
+        if request.backend not in ("gloo", "nccl"):
+            raise RequestRefused(f"backend {request.backend!r} is not supported")
+        try:
+            group = join_group(
+                host=request.master_address,
+                port=request.master_port,
+                rank=request.rank_offset,
+                world_size=request.world_size,
+                group_name=request.group_name,
+                backend=request.backend,
+                timeout_s=self._timeout_s,
+            )
+        except WeightSyncError as error:
+            raise RequestRefused(str(error)) from error
+        device = self._device if request.backend == "nccl" else torch.device("cpu")
+        self._groups[request.group_name] = (group, device)
+
+    def destroy_group(self, request: DestroyGroupRequest) -> None:
+        """Leave.
+
+        Raises:
+            RequestRefused: there is no such group.
+        """
+        if (entry := self._groups.pop(request.group_name, None)) is None:
+            raise RequestRefused(f"there is no update group {request.group_name!r}")
+        entry[0].close()
+
+    def load(self, request: UpdateFromDistributedRequest) -> None:
+        """Receive one bucket and copy it into the parameters.
+
+        Raises:
+            RequestRefused: nothing was copied; the message says why.
+        """
+        sizes = _sizes(request)
+        if request.group_name not in self._groups:
+            raise RequestRefused(f"there is no update group {request.group_name!r}")
+        payload = self._receive(request.group_name, sum(sizes))
+        self._check(request)
+        offset = 0
+        with torch.no_grad():
+            for name, shape, size in zip(request.names, request.shapes, sizes, strict=True):
+                parameter = self._parameters[name]
+                received = payload[offset : offset + size].view(parameter.dtype)
+                parameter.copy_(received.view(shape))
+                offset += size
+
+    def checksum(self) -> str:
+        """Hash over names, shapes and bytes of all parameters, tied ones once."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, parameter in sorted(self._unique, key=lambda item: item[0]):
+            digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+            flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
+            digest.update(flat.cpu().numpy().data)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for group, _ in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+    def _receive(self, group_name: str, num_bytes: int) -> torch.Tensor:
+        group, device = self._groups[group_name]
+        if self._buffer.numel() < num_bytes or self._buffer.device != device:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        payload = self._buffer[:num_bytes]
+        try:
+            group.broadcast(payload)
+        except WeightSyncError as error:
+            raise RequestRefused(f"Failed to receive weights: {error}") from error
+        return payload
+
+    def _check(self, request: UpdateFromDistributedRequest) -> None:
+        problems = []
+        offset = 0
+        for name, dtype, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                problems.append(f"the model has no parameter {name!r}")
+                continue
+            if _DTYPES[dtype] != parameter.dtype:
+                problems.append(f"{name} is {parameter.dtype}, not {dtype}")
+            if list(parameter.shape) != shape:
+                problems.append(f"{name} has shape {list(parameter.shape)}, not {shape}")
+            if offset % parameter.dtype.itemsize:
+                problems.append(f"{name}: Unaligned received tensor at byte {offset}")
+            offset += _num_bytes(dtype, shape)
+        if problems:
+            raise RequestRefused("nothing was loaded: " + "; ".join(problems))
+
+
+def _sizes(request: UpdateFromDistributedRequest) -> list[int]:
+    """Bytes of each tensor.
+
+    Raises:
+        RequestRefused: before anything is received: the request does not even say how much.
+    """
+    if request.load_format != FLATTENED_BUCKET:
+        raise RequestRefused(
+            f"load_format {request.load_format!r} is not supported; use {FLATTENED_BUCKET!r}"
+        )
+    if not len(request.names) == len(request.dtypes) == len(request.shapes):
+        raise RequestRefused("names, dtypes and shapes differ in length")
+    if unknown := sorted(set(request.dtypes) - set(_DTYPES)):
+        raise RequestRefused(f"unknown dtypes: {unknown}")
+    pairs = zip(request.dtypes, request.shapes, strict=True)
+    return [_num_bytes(dtype, shape) for dtype, shape in pairs]
+
+
+def _num_bytes(dtype: str, shape: list[int]) -> int:
+    num_elements = 1
+    for size in shape:
+        num_elements *= size
+    return num_elements * int(_DTYPES[dtype].itemsize)
