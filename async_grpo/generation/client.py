@@ -12,7 +12,6 @@ import msgspec
 
 from async_grpo.engine_api import (
     AbortRequest,
-    ControlReply,
     DestroyGroupRequest,
     GenerateReply,
     GenerateRequest,
@@ -35,6 +34,14 @@ _RETRYABLE_STATUS = frozenset({408, 425, 429})
 """Besides 5xx: overload and time-outs."""
 _MAX_DETAIL = 500
 """Characters of an error body that are worth showing."""
+
+
+class _Answer(msgspec.Struct):
+    """`engine_api.ControlReply`, but calls that cannot fail (pause, continue) omit `success`."""
+
+    success: bool = True
+    message: str = ""
+
 
 _encode = msgspec.json.Encoder().encode
 
@@ -144,7 +151,7 @@ class HttpEngineClient:
         # some calls of some versions answer with an empty or a plain-text body and status 200
         if not body.startswith(b"{"):
             return
-        reply = self._decoded(msgspec.json.Decoder(ControlReply), body, path)
+        reply = self._decoded(msgspec.json.Decoder(_Answer), body, path)
         if not reply.success and not refusal_ok:
             raise GenerationError(f"{self.url}{path}: {reply.message}", retryable=False)
 
