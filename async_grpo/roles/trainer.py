@@ -4,7 +4,6 @@ Groups arrive one draw ahead (`training.feed`), weights leave in the background
 (`weights.publisher`); the main thread below only trains. One rank for now.
 """
 
-import asyncio
 import logging
 import os
 import signal
@@ -40,8 +39,6 @@ from async_grpo.types import WeightsName
 from async_grpo.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
-
-_LEAVE_TIMEOUT_S = 3.0
 
 
 def main(config: Config) -> None:
@@ -122,14 +119,6 @@ def _own_store() -> Any:
     return dist.HashStore()  # type: ignore[attr-defined]  # exported at run time
 
 
-async def _leave(client: TrainerClient, reason: str) -> None:
-    """Say goodbye, but do not hold up the exit for a server that is gone."""
-    try:
-        await asyncio.wait_for(client.leave(reason), _LEAVE_TIMEOUT_S)
-    except (PeerError, TimeoutError) as error:
-        logger.warning("left without a goodbye: %r", error)
-
-
 async def _connect(config: Config) -> TrainerClient:
     client = TrainerClient(config)
     await client.connect()
@@ -164,7 +153,7 @@ def _train(
     )
     reason = "failed"
     with ExitStack() as stack:
-        stack.callback(lambda: loop.call(_leave(client, reason)))
+        stack.callback(lambda: loop.call(client.leave(reason)))
         stack.callback(publisher.close)
         stack.callback(loop.cancel_calls)
         stack.callback(feed.close)

@@ -1,0 +1,137 @@
+import threading
+
+import pytest
+
+from async_grpo.errors import PeerError, PeerLost
+from async_grpo.replay_parts import RoleStatus
+from async_grpo.training.feed import FeedSettings, GroupFeed, LoopThread
+from tests.fakes.fake_trainer_replay import FakeTrainerReplay
+from tests.fakes.tiny_policy import random_groups
+
+
+@pytest.fixture
+def loop():
+    thread = LoopThread("test")
+    yield thread
+    thread.close()
+
+
+class Clock:
+    now = 5.0
+
+    def __call__(self):
+        return self.now
+
+
+def feed_for(replay, loop, *, steps=10, on_wishes=lambda: None, clock=None, heartbeat_s=60.0):
+    settings = FeedSettings(
+        first_draw_number=1, first_version=0, num_train_steps=steps, heartbeat_s=heartbeat_s
+    )
+    return GroupFeed(
+        replay, loop, settings, status=lambda: RoleStatus(state="testing"), on_wishes=on_wishes,
+        clock=clock or Clock(),
+    )  # fmt: skip
+
+
+def draws_of(replay):
+    return [call[1:] for call in replay.calls if call[0] == "draw"]
+
+
+def test_batches_come_in_order_one_draw_ahead(loop):
+    draws = [random_groups(2, seed=n) for n in range(3)]
+    replay = FakeTrainerReplay(draws)
+    clock = Clock()
+    feed = feed_for(replay, loop, steps=3, clock=clock)
+    feed.start()
+    for version in range(3):
+        batch = feed.take(10)
+        assert (batch.draw_number, batch.train_version) == (version + 1, version)
+        assert [g.rollouts[0].reward for g in batch.groups] == [
+            g.rollouts[0].reward for g in random_groups(2, seed=version)
+        ]
+        feed.acked(batch.draw_number)
+    assert batch.in_queue_s() == [1.5, 1.5]
+    assert batch.generated.num_groups == 2
+    assert [number for number, _ in draws_of(replay)] == [1, 2, 3]  # none past the last step
+    feed.close()
+
+
+def test_heartbeats_list_what_is_held(loop):
+    replay = FakeTrainerReplay([random_groups(1)])
+    feed = feed_for(replay, loop, heartbeat_s=0.005)
+    feed.start()
+    feed.take(10)
+    seen = threading.Event()
+
+    async def wait_for(expected):
+        import asyncio
+
+        while replay.heartbeats[-1][0] != expected:
+            await asyncio.sleep(0.001)
+        seen.set()
+
+    loop.call(wait_for([1, 2]))  # the one in work, and the one asked for
+    feed.acked(1)
+    loop.call(wait_for([2]))
+    assert seen.is_set()
+    feed.close()
+
+
+def test_wishes_are_passed_on_and_drawing_goes_on(loop):
+    replay = FakeTrainerReplay()
+    replay.wishing = ["e0"]
+
+    def grant():
+        replay.wishing = []
+        replay.draws.append(random_groups(1))
+
+    feed = feed_for(replay, loop, on_wishes=grant)
+    feed.start()
+    assert feed.take(10).draw_number == 1
+    feed.close()
+
+
+def test_no_groups_in_time_is_an_error_that_says_what_was_waited_for(loop):
+    feed = feed_for(FakeTrainerReplay(), loop)
+    feed.start()
+    with pytest.raises(PeerLost, match="no groups within 0 s; no engine wishes"):
+        feed.take(0.02)
+    feed.close()
+
+
+def test_a_lost_payload_gives_up_the_draw(loop):
+    lost, kept = random_groups(2, seed=1), random_groups(2, seed=2)
+    for group in kept:
+        group.group_id += 10
+    replay = FakeTrainerReplay([lost, kept])
+    replay.lost = {(1, 0)}
+    feed = feed_for(replay, loop)
+    feed.start()
+    batch = feed.take(10)
+    assert batch.draw_number == 2
+    assert batch.train_version == 0
+    assert [group.group_id for group in batch.groups] == [10, 11]
+    assert batch.generated.num_groups == 4  # the lost ones were generated all the same
+    assert [] in [draws for draws, _ in replay.heartbeats]
+    feed.close()
+
+
+def test_a_failing_server_fails_the_trainer(loop):
+    class Broken(FakeTrainerReplay):
+        async def heartbeat(self, draws, status):
+            raise PeerError("fenced")
+
+    feed = feed_for(Broken(), loop)
+    feed.start()
+    with pytest.raises(PeerError, match="fenced"):
+        feed.take(10)
+    feed.close()
+
+
+def test_a_stop_ends_the_wait_for_groups(loop):
+    feed = feed_for(FakeTrainerReplay(), loop)
+    feed.start()
+    threading.Timer(0.0, feed.request_stop).start()
+    assert feed.take(10) is None
+    assert feed.take(10) is None
+    feed.close()

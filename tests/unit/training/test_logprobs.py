@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from async_grpo.training.logprobs import chosen_logprobs
+
+
+def inputs(rows=11, hidden=5, vocab=13, dtype=torch.float64):
+    torch.manual_seed(0)
+    return (
+        torch.randn(rows, hidden, dtype=dtype, requires_grad=True),
+        torch.randn(vocab, hidden, dtype=dtype, requires_grad=True),
+        torch.randint(0, vocab, (rows,)),
+        torch.rand(rows, dtype=torch.promote_types(dtype, torch.float32)) + 0.5,
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
+def test_gradients_by_finite_differences(chunk):
+    hidden, weight, targets, temperature = inputs()
+
+    def function(hidden, weight):
+        return chosen_logprobs(hidden, weight, targets, temperature, chunk_tokens=chunk)[0]
+
+    assert torch.autograd.gradcheck(function, (hidden, weight))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_equals_full_logits(chunk):
+    hidden, weight, targets, temperature = inputs()
+    logprobs, entropy = chosen_logprobs(hidden, weight, targets, temperature, chunk_tokens=chunk)
+    upstream = torch.randn(11, dtype=torch.float64)
+    ours = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
+    full = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    chosen = full.gather(-1, targets[:, None]).squeeze(-1)
+    theirs = torch.autograd.grad((chosen * upstream).sum(), (hidden, weight))
+    torch.testing.assert_close(logprobs, chosen, rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=0, atol=1e-12)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_low_precision_reduces_in_float32():
+    hidden, weight, targets, temperature = inputs(dtype=torch.bfloat16)
+    logprobs, entropy = chosen_logprobs(hidden, weight, targets, temperature, chunk_tokens=4)
+    assert logprobs.dtype is entropy.dtype is torch.float32
+    logprobs.sum().backward()
+    assert hidden.grad.dtype is weight.grad.dtype is torch.bfloat16
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    hidden, weight, targets, temperature = inputs()
+    logprobs, entropy = chosen_logprobs(
+        hidden, weight.detach(), targets, temperature, chunk_tokens=4
+    )
+    assert not entropy.requires_grad
+    logprobs.sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None

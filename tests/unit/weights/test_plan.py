@@ -1,0 +1,93 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.weights.flatten import dtype_name, flatten
+from async_grpo.weights.plan import ITEM_BYTES, TensorSpec, make_plan
+
+SPECS = st.lists(
+    st.builds(
+        TensorSpec,
+        name=st.text("abcxyz.", min_size=1, max_size=6),
+        dtype=st.sampled_from(sorted(ITEM_BYTES)),
+        shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    ),
+    min_size=1,
+    max_size=20,
+    unique_by=lambda spec: spec.name,
+)
+
+
+@given(specs=SPECS, bucket_bytes=st.integers(1, 400), data=st.data())
+@settings(deadline=None, max_examples=80)
+def test_every_tensor_once_aligned_and_within_its_bucket(specs, bucket_bytes, data):
+    plan = make_plan(specs, bucket_bytes)
+    assert sorted(t.name for bucket in plan.buckets for t in bucket) == sorted(
+        spec.name for spec in specs
+    )
+    for bucket in plan.buckets:
+        offset = 0
+        for tensor in bucket:
+            assert offset % ITEM_BYTES[tensor.dtype] == 0
+            offset += tensor.num_bytes
+        assert offset <= bucket_bytes or sum(1 for t in bucket if t.num_bytes) == 1
+    shuffled = make_plan(data.draw(st.permutations(specs)), bucket_bytes)
+    assert shuffled == plan
+
+
+def test_the_hash_tells_plans_apart():
+    one = TensorSpec("a", "float32", (4,))
+    hashes = {
+        make_plan([one], 100).plan_hash,
+        make_plan([TensorSpec("a", "float32", (2, 2))], 100).plan_hash,
+        make_plan([TensorSpec("a", "bfloat16", (4,))], 100).plan_hash,
+        make_plan([one, TensorSpec("b", "float32", (4,))], 100).plan_hash,
+        make_plan([one, TensorSpec("b", "float32", (4,))], 16).plan_hash,
+    }
+    assert len(hashes) == 5
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([], "no tensors"),
+        ([TensorSpec("a", "int8", (1,))], "int8"),
+        ([TensorSpec("a", "float32", (1,)), TensorSpec("a", "float32", (2,))], "same name"),
+    ],
+)
+def test_what_cannot_be_planned(specs, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(specs, 100)
+
+
+def test_flattened_bytes_are_the_tensors_back_to_back():
+    torch.manual_seed(0)
+    tensors = {
+        "b": torch.randn(3, 5).T,  # not contiguous
+        "a": torch.randn(2, dtype=torch.float64),
+        "c": torch.randn(3).bfloat16(),
+        "d": torch.tensor(1.5),
+    }
+    specs = [TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()]
+    plan = make_plan(specs, 80)
+    buckets = flatten(plan, tensors, device=torch.device("cpu"))
+    for bucket, payload in zip(plan.buckets, buckets, strict=True):
+        assert payload.dtype is torch.uint8
+        offset = 0
+        for spec in bucket:
+            part = payload[offset : offset + spec.num_bytes].view(tensors[spec.name].dtype)
+            assert torch.equal(part.view(spec.shape), tensors[spec.name])
+            offset += spec.num_bytes
+        assert offset == payload.numel()
+    tensors["a"] += 1
+    again = flatten(plan, tensors, device=torch.device("cpu"), into=buckets)
+    assert again[0].data_ptr() == buckets[0].data_ptr()
+    assert torch.equal(again[0][:16].view(torch.float64), tensors["a"])
+
+
+def test_a_tensor_that_changed_its_shape_is_refused():
+    plan = make_plan([TensorSpec("a", "float32", (2,))], 80)
+    for tensors in ({}, {"a": torch.zeros(3)}, {"a": torch.zeros(2).double()}):
+        with pytest.raises(ValueError, match="of the plan"):
+            flatten(plan, tensors, device=torch.device("cpu"))
