@@ -33,8 +33,9 @@ def run(config: Config) -> ExitCode:
     if num_killed := end_orphans(ORPHAN_GRACE_S):
         _say(f"{num_killed} left-over processes had to be killed")
     if outcome.code is not ExitCode.OK:
-        print(f"async-grpo: {outcome.cause}", file=sys.stderr)
-    summary = summarize(config, directory, outcome, status.last)
+        tail = f"\n{outcome.log_tail}" if outcome.log_tail else ""
+        print(f"async-grpo: {outcome.cause}{tail}", file=sys.stderr)
+    summary = summarize(config, directory, outcome, status.last_seen)
     print(summary.text)
     if outcome.code is ExitCode.OK and not summary.audit_ok:
         return ExitCode.OTHER
@@ -95,7 +96,7 @@ def _take(directory: RunDirectory, config: Config) -> None:
 def _environment(threads: int) -> dict[str, str]:
     """A role that spins on cores of another slows both; each gets its own number of threads."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    fixed = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    fixed = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     return {name: str(threads) for name in names} | fixed
 
 

@@ -41,7 +41,7 @@ class StatusLine:
     """Prints one line every `launch.status_s`.
 
     Attributes:
-        last: the newest answer of the replay server; None before the first.
+        last_seen: role -> what it last said of itself; a role that has left is still here.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StatusLine:
         self._say = say
         self._clock = clock
         self._started = clock()
-        self.last: StatsReply | None = None
+        self.last_seen: dict[str, RoleStatus] = {}
 
     async def loop(self, address: str) -> None:
         """Print until cancelled; a silent server costs one line that says so."""
@@ -73,14 +73,15 @@ class StatusLine:
                         if not connected:
                             await monitor.connect()
                             connected = True
-                        self.last = await monitor.stats()
+                        stats = await monitor.stats()
                 except (PeerError, TimeoutError) as error:
                     self._say(f"{self._elapsed()} replay: no answer ({error or 'timeout'})")
                     continue
+                self.last_seen |= {peer.name: peer.status for peer in stats.peers if peer.status}
                 steps = read_metrics(self._directory.metrics, tail_bytes=_TAIL_BYTES)
                 last_step = steps[-1] if steps else {}
                 total = self._config.run.num_train_steps
-                self._say(f"{self._elapsed()} {format_status(self.last, last_step, total)}")
+                self._say(f"{self._elapsed()} {format_status(stats, last_step, total)}")
         finally:
             await monitor.close()
 
@@ -98,16 +99,14 @@ def format_status(stats: StatsReply, last_step: dict[str, Any], num_train_steps:
     ):
         if (value := last_step.get(name)) is not None:
             parts.append(f"{label} {value:{form}}")
-    roles = []
-    for peer in stats.peers:
-        if peer.role is Role.MONITOR or peer.status is None:
+    for peer in sorted(stats.peers, key=lambda peer: (peer.role is not Role.TRAINER, peer.name)):
+        if peer.status is None:
             continue
-        rate = peer.status.metrics.get("tokens_per_s")
-        speed = f" {rate:,.0f} tok/s" if rate is not None else ""
+        rate = peer.status.metrics.get("tokens_per_s", 0.0)
+        speed = f", {rate:,.0f} tokens/s" if rate else ""
         busy = utilization(peer.status)
         share = f" ({busy:.0%} busy)" if busy is not None else ""
-        roles.append(f"{peer.name} {peer.status.state}{share}{speed}")
-    parts += roles
+        parts.append(f"{peer.name} {peer.status.state}{share}{speed}")
     mebibytes = stats.stored_bytes / 2**20
     parts.append(
         f"groups {stats.claimed} claimed, {stats.stored} stored ({mebibytes:.1f} MiB), "

@@ -1,5 +1,6 @@
 """The last words of `run`: what was learned, how stale, how busy, and whether the books balance."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,7 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.launch.status import read_metrics, utilization
 from async_grpo.launch.supervisor import Outcome
-from async_grpo.replay_api import StatsReply
-from async_grpo.replay_parts import Role
+from async_grpo.replay_parts import RoleStatus
 
 _NUM_STEPS = 10
 
@@ -23,15 +23,15 @@ class Summary:
 
 
 def summarize(
-    config: Config, directory: RunDirectory, outcome: Outcome, stats: StatsReply | None
+    config: Config, directory: RunDirectory, outcome: Outcome, last_seen: Mapping[str, RoleStatus]
 ) -> Summary:
-    """Read the run directory; `stats` is the replay server's last answer, if there was one."""
+    """Read the run directory; `last_seen` is each role's last word of itself."""
     steps = read_metrics(directory.metrics)
-    lines = ["", f"{outcome.cause.splitlines()[0]}; summary of {directory.root}"]
+    lines = ["", f"{outcome.cause}; summary of {directory.root}"]
     lines.append(f"  steps        {len(steps)} of {config.run.num_train_steps}")
     if steps:
         lines += _learning(steps)
-    lines += _busy(stats)
+    lines += _busy(last_seen)
     restarts = ", ".join(f"{name} {count}" for name, count in outcome.restarts.items())
     lines.append(f"  restarts     {restarts or 'none'}")
     if not directory.ledger.exists():
@@ -67,13 +67,12 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _busy(stats: StatsReply | None) -> list[str]:
-    """Share of its time that each role worked, by the role's own account in its last heartbeat."""
+def _busy(last_seen: Mapping[str, RoleStatus]) -> list[str]:
+    """Share of its time since start-up that each role worked, by its own account."""
     shares = []
-    for peer in stats.peers if stats is not None else []:
-        if peer.role is not Role.MONITOR and peer.status is not None:
-            busy = utilization(peer.status)
-            shares.append(f"{peer.name} {'-' if busy is None else f'{busy:.0%}'}")
+    for name, status in last_seen.items():
+        busy = utilization(status)
+        shares.append(f"{name} {'-' if busy is None else f'{busy:.0%}'}")
     return [f"  busy         {', '.join(shares) or 'unknown: no heartbeat was seen'}"]
 
 

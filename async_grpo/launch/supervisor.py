@@ -52,6 +52,8 @@ class Outcome:
 
     code: ExitCode
     cause: str
+    log_tail: str = ""
+    """the end of the log of the role that ended the run"""
     restarts: dict[str, int] = field(default_factory=dict)
     stopped_in_order: bool = True
     """nobody had to be killed at the end"""
@@ -199,13 +201,12 @@ class Supervisor:
         self._end(ExitCode.INTERRUPTED, "interrupted by Ctrl-C")
 
     def _fail(self, process: RoleProcess, code: int, exit_code: ExitCode) -> None:
-        tail = process.tail()
-        where = f"; the end of {process.command.log}:\n{tail}" if tail else ""
-        self._end(exit_code, f"{process.name} {describe_exit(code)}{where}")
+        cause = f"{process.name} {describe_exit(code)}; see {process.command.log}"
+        self._end(exit_code, cause, process.tail())
 
-    def _end(self, code: ExitCode, cause: str) -> None:
+    def _end(self, code: ExitCode, cause: str, log_tail: str = "") -> None:
         if self._outcome is None:
-            self._outcome = Outcome(code, cause)
+            self._outcome = Outcome(code, cause, log_tail)
             self._ended.set()
 
     async def _stop(self) -> bool:
