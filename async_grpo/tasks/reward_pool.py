@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
+from pickle import PicklingError  # noqa: TID251 -- to name it; the pool's own pipe uses pickle
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -79,8 +80,11 @@ class ProcessRewardPool:
         """
         try:
             await self._call(_ready, (), START_TIMEOUT_S)
-        except (TimeoutError, ProcessExpired) as error:
-            raise RewardError(f"no worker could load the reward {self._reward!r}") from error
+        except (TimeoutError, ProcessExpired, AttributeError, TypeError, PicklingError) as error:
+            raise RewardError(
+                f"no worker could load the reward {self._reward!r}; it must be importable by its "
+                f"name in another process: {error}"
+            ) from error
 
     async def score(self, completions: Sequence[str], prompt: Prompt) -> list[Score]:
         """(outcome, reward, parts) of each completion.
@@ -182,7 +186,7 @@ def _score_all(texts: list[str], answer: str, metadata: dict[str, Any]) -> list[
 def _score_one(reward: Reward, text: str, answer: str, metadata: dict[str, Any]) -> WorkerScore:
     try:
         value = reward(text, answer, metadata)
-    except Exception as error:  # noqa: BLE001 -- foreign code: any failure is the outcome "error"
+    except BaseException as error:  # noqa: BLE001 -- foreign code: even sys.exit is an "error"
         return RewardOutcome.ERROR, math.nan, {}, f"{type(error).__name__}: {error}"
     if value is None:
         return RewardOutcome.UNPARSEABLE, math.nan, {}, ""
