@@ -174,11 +174,9 @@ class GroupFeed:
             item = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             wishes = self._wishes
-            waiting = (
-                f"engines {', '.join(wishes)} still wish for weights"
-                if wishes
-                else ("no engine wishes for weights: are generators running, and do groups finish?")
-            )
+            waiting = "no engine wishes for weights: do generators run, and do groups finish?"
+            if wishes:
+                waiting = f"engines {', '.join(wishes)} still wish for weights"
             raise PeerLost(
                 f"the replay server handed out no groups within {timeout_s:.0f} s; {waiting}"
             ) from None

@@ -1,6 +1,7 @@
 """A replay server for the trainer alone: hands out recorded groups, plays the engines' part."""
 
 import asyncio
+import queue
 from collections.abc import Sequence
 
 from async_grpo.errors import RemoteError
@@ -52,6 +53,8 @@ class FakeTrainerReplay:
         self.lost: set[tuple[int, int]] = set()
         self.calls: list[tuple] = []
         self.heartbeats: list[tuple[list[int], RoleStatus]] = []
+        self.beats: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        """draws of each heartbeat, to wait on"""
         self.cells_of_sequence: dict[int, list[Cell]] = {}
         self.phases: dict[int, dict[str, CellPhase]] = {}
         self.rendezvous: dict[int, Rendezvous] = {}
@@ -149,6 +152,7 @@ class FakeTrainerReplay:
 
     async def heartbeat(self, draws: list[int], status: RoleStatus) -> None:
         self.heartbeats.append((list(draws), status))
+        self.beats.put(list(draws))
 
     async def finish(self, reason: str) -> None:
         self.calls.append(("finish", reason))

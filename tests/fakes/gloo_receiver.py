@@ -1,4 +1,4 @@
-"""An engine's end of weight sync in a process of its own: one JSON line in, one out, per publish."""
+"""An engine's end of weight sync in another process: one JSON line in, one out, per publish."""
 
 import json
 import sys

@@ -77,10 +77,11 @@ def completion(segments, count=4):
 
 def test_only_sampled_trainable_tokens_are_trained():
     weights = WeightsName(1, 0)
+    sampled = Segment(weights, 2)
     group = RolloutGroup(
         0, 0, 0,
         [
-            Rollout([completion([Segment(weights, 2), Segment(None, 1), Segment(weights, 1)])], 1.0),
+            Rollout([completion([sampled, Segment(None, 1), Segment(weights, 1)])], 1.0),
             Rollout([completion([Segment(weights, 4, trainable=False)])], 0.0),
         ],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The publisher against a scripted replay server; real broadcasts: integration/test_publish_gloo.py."""
+"""The publisher against a scripted replay server (real broadcasts: test_publish_gloo.py)."""
 
 import asyncio
 import threading
