@@ -93,8 +93,7 @@ class GeneratorProcess(Process):
         self.orders: dict[tuple[int, int], UpdateOrder] = {}
         self.begun: set[tuple[tuple[int, int], str]] = set()
         self.stopped = False
-        for task in (self._heartbeats(), self._claimer(), self._watcher()):
-            self.spawn(task)
+        self.start(self._heartbeats(), self._claimer(), self._watcher())
 
     def _new_engine(self) -> Engine:
         return Engine(f"{self.name}/{self.instance}#{next(self._engine_numbers)}")
@@ -111,7 +110,7 @@ class GeneratorProcess(Process):
     def _claimer(self) -> Steps:
         for number in count(1):
             while len(self.claims) >= self.world.schedule.num_slots:
-                yield 0.3
+                yield 0.2
             if self.stopped:
                 return
             reply = yield Claim(number=number, wait_s=WAIT_S)
@@ -129,14 +128,15 @@ class GeneratorProcess(Process):
         fate = rng.random()
         tokens: dict[WeightsName, int] = {}
         engine = rng.choice(self.engines)
+        is_long = rng.random() < 0.2
         for _ in range(rng.randint(1, 3)):
-            yield rng.uniform(0.2, 2.0)
+            yield rng.uniform(0.5, 3.0) if is_long else rng.uniform(0.05, 0.5)
             if engine.weights is None or engine not in self.engines:
                 engine = next((e for e in self.engines if e.weights is not None), engine)
             if engine.weights is not None:
                 tokens[engine.weights] = tokens.get(engine.weights, 0) + rng.randint(1, 5)
         if self.world.faulty and fate < 0.04:
-            yield 60.0  # stuck: the group deadline ends it, and its insert comes late
+            yield 15.0  # stuck: the group deadline ends it, and its insert comes late
         if fate > 0.95 or not tokens:
             reason = rng.choice([DropReason.NO_SIGNAL, DropReason.REWARD_FAILED])
             stats = EndStats(num_completions=2, num_tokens=sum(tokens.values()), reward_sum=1.0)
@@ -236,7 +236,7 @@ class TrainerProcess(Process):
         self.version = 0
         self.draws: set[int] = set()
         self._publish_numbers = count(1)
-        self.spawn(self._main())
+        self.start(self._main())
 
     def _main(self) -> Steps:
         checkpoints = self.world.checkpoints
@@ -268,7 +268,7 @@ class TrainerProcess(Process):
                 prefetched = None
             for group in groups:
                 yield from self._fetch(group)
-            yield world.rng.uniform(0.5, 2.5)
+            yield world.rng.uniform(0.1, 0.8)
             if world.schedule.prefetch and self.version + 1 < last:
                 prefetched = yield from self._prefetch(numbers)
             yield from self._ack(number, groups)

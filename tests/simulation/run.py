@@ -68,7 +68,7 @@ class Run:
             self._plan_fault()
             world.after(schedule.faults_until_s, self._calm_down)
         deadline = schedule.faults_until_s + PATIENCE_S
-        while not self._over():
+        while not world.server.finished:
             assert world.advance(), "nothing can happen any more"
             assert world.now <= deadline, (
                 f"no end {PATIENCE_S} s after the faults: step {len(world.shadow.steps)} of "
@@ -82,10 +82,6 @@ class Run:
             num_trainer_restarts=self.starts["trainer"] - 1,
             num_generator_restarts=sum(n - 1 for p, n in self.starts.items() if p != "trainer"),
         )
-
-    def _over(self) -> bool:
-        core = self.world.server.core
-        return core is not None and bool(core.state.versions.finished)
 
     def _check_end(self) -> None:
         core = self.world.server.core
@@ -106,14 +102,11 @@ class Run:
         kind = TrainerProcess if name == "trainer" else GeneratorProcess
         self.world.log(f"start {name}#{number}")
         process = self.processes[name] = kind(self.world, name, number)
-        self._supervise(process)
+        process.on_end = self._restart
 
-    def _supervise(self, process: Process) -> None:
-        """Restart a process that has ended, as a supervisor would."""
-        if process.alive:
-            self.world.after(1.0, self._supervise, process)
-        else:
-            self.world.after(self.world.rng.uniform(0.1, 6.0), self._start, process.name)
+    def _restart(self, process: Process) -> None:
+        """A process has ended: start it again, as a supervisor would."""
+        self.world.after(self.world.rng.uniform(0.1, 6.0), self._start, process.name)
 
     def _plan_fault(self) -> None:
         gap = self.world.rng.expovariate(1 / self.schedule.mean_fault_gap_s)

@@ -46,7 +46,7 @@ def schedule_of(seed: int) -> Schedule:
         seed=seed,
         max_bytes=least if rng.random() < 0.5 else 10_000,
         max_groups=window + (per_step if rng.random() < 0.7 else 0),
-        group_timeout_s=12.0,
+        group_timeout_s=10.0,
         engines_per_cell=rng.randint(1, 2),
         remembered_tickets=rng.choice([3, 20_000, 20_000]),
     )
@@ -59,9 +59,9 @@ def schedule_of(seed: int) -> Schedule:
         num_slots=rng.randint(1, 3),
         publish_every=rng.randint(1, depth + 1),
         prefetch=rng.random() < 0.5,
-        faults_until_s=0.0 if calm else rng.uniform(5.0, 40.0),
-        mean_fault_gap_s=rng.uniform(2.0, 15.0),
+        faults_until_s=0.0 if calm else rng.uniform(3.0, 25.0),
+        mean_fault_gap_s=rng.uniform(1.0, 8.0),
         loss=rng.choice([0.0, 0.03, 0.15]),
         duplication=rng.choice([0.0, 0.03, 0.15]),
-        mean_delay_s=rng.choice([0.02, 0.3, 1.0]),
+        mean_delay_s=rng.choice([0.01, 0.1, 0.5]),
     )

@@ -6,7 +6,7 @@ resume with the reply. Requests are repeated until a reply arrives, as the real 
 
 import heapq
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -25,7 +25,7 @@ from async_grpo.replay_api import (
     Request,
 )
 from async_grpo.replay_parts import Dataset, Role
-from async_grpo.types import InsertOutcome, WeightsName
+from async_grpo.types import InsertOutcome
 from tests.simulation.schedule import Schedule
 from tests.simulation.shadow import Shadow
 
@@ -111,7 +111,7 @@ class Process:
         self.name = name
         self.instance = f"{name}#{start_number}"
         self.alive = True
-        self.exited = False
+        self.on_end: Callable[[Process], None] = lambda process: None
         self.partitioned_until = 0.0
         self._calls: dict[int, Call] = {}
         self._numbers = count()
@@ -125,17 +125,24 @@ class Process:
 
     def kill(self) -> None:
         """Gone, without a word."""
-        self.alive = False
-        self._calls.clear()
+        if self.alive:
+            self.alive = False
+            self._calls.clear()
+            self.on_end(self)
 
     def exit(self, why: str) -> None:
         """The process ends by itself; a supervisor restarts it unless the run is over."""
         self.world.log(f"{self.instance} exits: {why}")
-        self.exited = True
         self.kill()
 
+    def start(self, *tasks: Task) -> None:
+        """Say hello, then start the tasks."""
+        self.world.send(self, self.world.server.hello, self)
+        for task in tasks:
+            self.world.after(0.2, self._step, task, None)
+
     def spawn(self, task: Task) -> None:
-        """Start a task."""
+        """Start another task."""
         self._step(task, None)
 
     def _step(self, task: Task, value: Any) -> None:
@@ -167,6 +174,7 @@ class Process:
             return
         if isinstance(reply, Error) and reply.code is ErrorCode.HELLO_REQUIRED:
             self.world.send(self, self.world.server.hello, self)
+            self.world.after(0.3, self._transmit, number)
             return
         del self._calls[number]
         assert call.task is not None
@@ -195,6 +203,7 @@ class Server:
     parked: list[Parked] = field(default_factory=list)
     payloads: set[tuple[int, int]] = field(default_factory=set)
     num_restarts: int = 0
+    finished: bool = False
     tear_after: int = -1
     """crash while writing the records of an event, after so many of them; -1: do not"""
 
@@ -288,7 +297,8 @@ class Server:
         self.ledger += effects.records
         world.shadow.read(effects.records)
         self.payloads.difference_update(effects.freed)
-        if effects.changed:
+        if effects.records or effects.changed:
+            self.finished = bool(core.state.versions.finished)
             core.check_invariants()
             world.shadow.compare(core.stats(world.now))
             if not isinstance(event, Received) or not isinstance(event.request, Insert):
@@ -318,8 +328,3 @@ class Server:
 
     def _reply(self, asked: Parked, reply: Reply) -> None:
         self.world.send(asked.process, asked.process.on_reply, asked.number, reply)
-
-
-def newest(names: Iterator[WeightsName | None]) -> WeightsName | None:
-    """The greatest name, if any."""
-    return max((name for name in names if name is not None), default=None)

@@ -100,7 +100,8 @@ class ReplayCore:
             kernel.members.join(versions.instance, Role.TRAINER, "trainer", now)
         if versions.announced is not None:
             kernel.desk.restore(versions.announced)
-        kernel.revision += int(now * 1000)
+        kernel.revision = int(now * 1000)  # above what was told before, or an equal one misleads
+        kernel.notify()
         for ticket in list(book.by_phase[Phase.STORED].values()):
             kernel.reissue(ticket, ReissueReason.LOST)
         return core
@@ -228,8 +229,11 @@ class ReplayCore:
                     f"{agreed.num_prompts}",
                     ErrorCode.CONFIG_MISMATCH,
                 )
+        is_new = kernel.members.get(event.peer) is None
         for ended in kernel.members.join(event.peer, event.role, event.name, now):
             kernel.end_member(ended, f"{ended.name} was restarted")
+        if is_new:
+            kernel.notify([event.name])
         settings = kernel.settings
         return HelloReply(
             incarnation=self.incarnation,
@@ -260,7 +264,9 @@ class ReplayCore:
         for group_id, deadline in list(kernel.deadlines.items()):
             if now > deadline:
                 ticket = kernel.state.book.tickets[group_id]
-                kernel.lose_claim(ticket, f"{ticket.generator} missed the group deadline")
+                generator = ticket.generator
+                kernel.lose_claim(ticket, f"{generator} missed the group deadline")
+                kernel.notify([generator])
 
 
 def _hello_required(peer: str) -> Reply:

@@ -155,7 +155,7 @@ def watch_now(kernel: Kernel, member: Member) -> WatchReply:
     """What this generator must know."""
     known = {engine.engine_id for engine in member.engines}
     return WatchReply(
-        revision=kernel.revision,
+        revision=member.revision,
         orders=list(kernel.desk.orders(member.name, known)),
         cancel=[key for key in member.claims if _is_over(kernel, *key)],
         live=kernel.state.versions.live,
@@ -173,7 +173,7 @@ def _is_over(kernel: Kernel, group_id: int, attempt: int) -> bool:
 
 def watch(kernel: Kernel, member: Member, request: Watch, now: float) -> WatchReply | None:
     """Answer once something has changed; a restarted server's revisions start anew."""
-    return watch_now(kernel, member) if request.seen != kernel.revision else None
+    return watch_now(kernel, member) if request.seen != member.revision else None
 
 
 def engine_phase(kernel: Kernel, member: Member, request: EnginePhase, now: float) -> Ok:
@@ -183,8 +183,8 @@ def engine_phase(kernel: Kernel, member: Member, request: EnginePhase, now: floa
         if request.phase is CellPhase.COMMITTED:
             weights = kernel.desk.weights(request.publish_sequence)
             member.commit(request.engine_id, weights, request.publish_sequence)
+        kernel.notify(progress.generators)
         kernel.check_live()
-        kernel.notify()
     return Ok()
 
 
@@ -196,10 +196,13 @@ def heartbeat(kernel: Kernel, member: Member, request: GeneratorHeartbeat, now: 
     changed = member.merge(request.engines)
     gone = before - {engine.engine_id for engine in member.engines}
     gone |= {e.engine_id for e in member.engines if e.state is EngineState.DEAD}
-    news = [kernel.desk.fail(engine_id, "gone from its generator") for engine_id in sorted(gone)]
-    news += [kernel.desk.observe(engine) for engine in member.engines if engine.weights]
-    if any(news):
+    news = {member.name} if changed else set()
+    for engine_id in sorted(gone):
+        news |= kernel.desk.fail(engine_id, "gone from its generator")
+    for engine in member.engines:
+        if engine.weights is not None:
+            news |= kernel.desk.observe(engine)
+    if news:
+        kernel.notify(news)
         kernel.check_live()
-    if changed or any(news):
-        kernel.notify()
     return Ok()

@@ -4,6 +4,7 @@
 staleness, fencing, repeated acks) are methods here.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from async_grpo.config.staleness import OnStale
@@ -42,8 +43,8 @@ class Kernel:
     stored_at: dict[int, float] = field(default_factory=dict)
     unheld: set[tuple[int, int]] = field(default_factory=set)
     """attempts that were leased before a restart: only the trainer has their payload"""
-    revision: int = 1
-    """of what generators watch"""
+    revision: int = 0
+    """the newest of any member"""
     records: list[Record] = field(default_factory=list)
     freed: list[tuple[int, int]] = field(default_factory=list)
     changed: bool = False
@@ -84,10 +85,13 @@ class Kernel:
             if ticket.key in self.unheld:
                 self.reissue(ticket, ReissueReason.LOST)
 
-    def notify(self) -> None:
-        """Something that generators watch has changed."""
+    def notify(self, generators: Collection[str] | None = None) -> None:
+        """Something that these generators watch has changed; None: all of them."""
         self.revision += 1
         self.changed = True
+        for member in self.members.by_instance.values():
+            if generators is None or member.name in generators:
+                member.revision = self.revision
 
     def drop(
         self, ticket: TicketState, reason: DropReason, detail: str, stats: EndStats | None = None
@@ -116,7 +120,6 @@ class Kernel:
             self.drop(ticket, reason, f"{ticket.num_lost_claims + 1} claims lost, last: {detail}")
         else:
             self.reissue(ticket, ReissueReason.CLAIM_LOST)
-        self.notify()
 
     def end_member(self, member: Member, detail: str) -> None:
         """A generator is gone: its claims are lost and its engines fail their updates."""
@@ -124,8 +127,7 @@ class Kernel:
         for ticket in [ticket for ticket in claimed if ticket.instance == member.instance]:
             self.lose_claim(ticket, detail)
         for engine in member.engines:
-            if self.desk.fail(engine.engine_id, detail):
-                self.notify()
+            self.notify(self.desk.fail(engine.engine_id, detail))
         self.check_live()
         self.changed = True
 

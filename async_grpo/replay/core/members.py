@@ -23,6 +23,8 @@ class Member:
     role: Role
     name: str
     last_seen: float
+    revision: int = 0
+    """of what this generator watches"""
     engines: list[EngineStatus] = field(default_factory=list)
     claims: list[tuple[int, int]] = field(default_factory=list)
     status: RoleStatus | None = None

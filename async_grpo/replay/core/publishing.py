@@ -40,6 +40,11 @@ class CellProgress:
         """Nothing more is expected of it."""
         return bool(self.aborted) or all(phase in _OVER for phase in self.phases.values())
 
+    @property
+    def generators(self) -> set[str]:
+        """Those that drive its engines."""
+        return {engine.generator for engine in self.cell.engines}
+
     def check_go(self) -> None:
         """The trainer listens and all engines have begun: it stays true from then on."""
         if self.rendezvous is not None and not self.aborted:
@@ -158,17 +163,18 @@ class PublishingDesk:
                 return publish.record.weights
         raise KeyError(publish_sequence)
 
-    def fail(self, engine_id: str, detail: str) -> bool:
-        """An engine is gone; returns whether any publish expected something of it."""
-        news = False
+    def fail(self, engine_id: str, detail: str) -> set[str]:
+        """An engine is gone; returns the generators to which that is news."""
+        news = set()
         for publish in self.publishes:
             for progress in publish.cells.values():
-                news |= progress.advance(engine_id, CellPhase.FAILED, detail)
+                if progress.advance(engine_id, CellPhase.FAILED, detail):
+                    news |= progress.generators
         return news
 
-    def observe(self, engine: EngineStatus) -> bool:
-        """A heartbeat names an engine's committed weights; returns whether that is news."""
-        news = False
+    def observe(self, engine: EngineStatus) -> set[str]:
+        """A heartbeat names committed weights; returns the generators to which that is news."""
+        news = set()
         for publish in self.publishes:
             record = publish.record
             if engine.publish_sequence < record.publish_sequence:
@@ -179,7 +185,8 @@ class PublishingDesk:
             )
             phase = CellPhase.COMMITTED if committed else CellPhase.FAILED
             for progress in publish.cells.values():
-                news |= progress.advance(engine.engine_id, phase, "seen in a heartbeat")
+                if progress.advance(engine.engine_id, phase, "seen in a heartbeat"):
+                    news |= progress.generators
         return news
 
     def busy_engines(self) -> set[str]:

@@ -226,7 +226,7 @@ def open_cell(kernel: Kernel, member: Member, request: OpenCell, now: float) -> 
     if progress.rendezvous != request.rendezvous:
         progress.rendezvous = request.rendezvous
         progress.check_go()
-        kernel.notify()
+        kernel.notify(progress.generators)
     return Ok()
 
 
@@ -259,8 +259,8 @@ def abort_cell(kernel: Kernel, member: Member, request: AbortCell, now: float) -
     progress = kernel.desk.cell(request.publish_sequence, request.cell_id)
     if progress is not None and not progress.settled:
         progress.aborted = request.reason or "aborted by the trainer"
+        kernel.notify(progress.generators)
         kernel.check_live()
-        kernel.notify()
     return Ok()
 
 
