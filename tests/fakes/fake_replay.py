@@ -8,11 +8,13 @@ await replay.until(lambda: len(replay.inserted) == 3)
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+
 from async_grpo.replay_api import WatchReply
 from async_grpo.replay_parts import (
     BucketSpec,
@@ -199,10 +201,8 @@ class FakeReplay:
         await self.changed()
 
     async def watch(self, seen: int) -> WatchReply:
-        try:
+        with contextlib.suppress(TimeoutError):
             await self.until(lambda: self._revision > seen, timeout_s=POLL_S)
-        except TimeoutError:
-            pass
         return WatchReply(
             revision=self._revision,
             orders=list(self._orders.values()),

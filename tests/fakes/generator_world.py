@@ -100,6 +100,7 @@ class World:
 
     Attributes:
         engines: every engine that was started, in order of start.
+        failure_expected: the test has seen the generator fail.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class World:
         self._manual = manual
         self._slots = slots
         self.witness_path = directory / "witness.jsonl"
+        self.failure_expected = False
         self.generator: Generator
         self.task: asyncio.Task[str]
 
@@ -179,5 +181,5 @@ class World:
                 await asyncio.wait([self.task])
                 for engine in self.engines:
                     await engine.stop()
-            if not self.task.cancelled():
+            if not self.task.cancelled() and not self.failure_expected:
                 self.task.result()

@@ -7,7 +7,7 @@ import pytest
 
 from async_grpo.engine_api import Path as Route
 from async_grpo.errors import GenerationError
-from async_grpo.replay_parts import CellPhase, EngineState, Probe
+from async_grpo.replay_parts import CellPhase, Probe
 from async_grpo.types import DropReason, InsertOutcome, RewardOutcome, WeightsName
 from tests.fakes.fake_engine import Fault, Script
 from tests.fakes.fake_replay import PROBE_IDS
@@ -103,14 +103,12 @@ async def test_a_killed_engine_costs_no_group(tmp_path):
 
 
 async def test_a_generator_whose_engines_all_die_fails(tmp_path):
-    world = World(tmp_path, max_restarts=0)
-    with pytest.raises(GenerationError, match="no engine is left"):
-        async with world.running():
-            await world.replay.wanting()
-            await world.handles[0].kill()
-            await world.replay.until(
-                lambda: world.replay.engines[0].state is EngineState.DEAD or world.task.done()
-            )
+    async with World(tmp_path, max_restarts=0).running() as world:
+        await world.replay.wanting()
+        await world.handles[0].kill()
+        with pytest.raises(GenerationError, match=r"no engine is left.*the fake process ended"):
+            await world.task
+        world.failure_expected = True
 
 
 async def test_a_failed_probe_lets_nothing_through(tmp_path):

@@ -1,0 +1,230 @@
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from async_grpo.config.engine import EngineSection
+from async_grpo.engine_api import Path as Route
+from async_grpo.engine_api import ServerInfo
+from async_grpo.errors import GenerationError
+from async_grpo.generation import lifecycle
+from async_grpo.generation.handles import start_owned
+from async_grpo.generation.lifecycle import EngineSlot
+from async_grpo.replay_parts import EngineState
+
+LISTENS = """
+import sys, time
+print('{"url": "http://127.0.0.1:1"}', flush=True)
+print("noise", file=sys.stderr, flush=True)
+while True: print("x" * 9999, flush=True); time.sleep(0.001)
+"""
+
+
+async def test_a_process_of_ours_says_its_address_and_ends_with_its_log_named(tmp_path):
+    log = tmp_path / "logs" / "engine.log"
+    handle = await start_owned([sys.executable, "-c", LISTENS], log, timeout_s=20.0)
+    assert handle.url == "http://127.0.0.1:1"
+    ended = asyncio.create_task(handle.wait())
+    await handle.kill()
+    assert str(log) in await ended
+    assert f"code -{signal.SIGKILL.value}" in await ended
+    assert "noise" in log.read_text()
+
+
+async def test_terminate_lets_it_end_by_itself(tmp_path):
+    handle = await start_owned([sys.executable, "-c", LISTENS], tmp_path / "log", timeout_s=20.0)
+    await handle.terminate()
+    assert f"code -{signal.SIGTERM.value}" in await handle.wait()
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout_s", "message"),
+    [
+        ("raise SystemExit(4)", 20.0, r"ended before it listened \(exit code 4\)"),
+        ("print('hello')", 20.0, "printed b'hello"),
+        ("import time; time.sleep(60)", 0.3, "printed no address"),
+    ],
+)
+async def test_a_process_that_does_not_come_up_is_an_error(tmp_path, program, timeout_s, message):
+    with pytest.raises(GenerationError, match=message):
+        await start_owned([sys.executable, "-c", program], tmp_path / "log", timeout_s=timeout_s)
+
+
+async def test_a_cancelled_start_leaves_no_process(tmp_path):
+    pipe = tmp_path / "pid"
+    os.mkfifo(pipe)
+    program = f"import os, time; open({str(pipe)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    starting = asyncio.create_task(
+        start_owned([sys.executable, "-c", program], tmp_path / "log", timeout_s=30.0)
+    )
+    pid = int(await asyncio.to_thread(pipe.read_text))
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+class Client:
+    """Answers /server_info while `alive`."""
+
+    def __init__(self):
+        self.alive = True
+        self.calls = []
+
+    async def server_info(self, *, timeout_s):
+        self.calls.append(Route.SERVER_INFO)
+        if not self.alive:
+            raise GenerationError("no answer", retryable=True)
+        return ServerInfo(version="fake")
+
+    async def end_update(self, *, missing_ok=False):
+        self.calls.append(Route.END_UPDATE)
+
+    async def resume(self):
+        self.calls.append(Route.CONTINUE)
+
+    async def close(self):
+        self.calls.append("close")
+
+
+class Handle:
+    url = "http://fake"
+
+    def __init__(self, owned):
+        self.owned = owned
+        self.ended = asyncio.Event()
+        self.calls = []
+
+    async def wait(self):
+        await self.ended.wait()
+        return "exit"
+
+    async def kill(self):
+        self.calls.append("kill")
+
+    async def terminate(self):
+        self.calls.append("terminate")
+
+
+class Slot:
+    """An EngineSlot whose processes are fakes, with a way to wait for its changes."""
+
+    def __init__(self, monkeypatch, *, owned=True, max_restarts=2, start_timeout_s=5.0):
+        for name in ("FIRST_BACKOFF_S", "LONGEST_BACKOFF_S", "READY_RETRY_S"):
+            monkeypatch.setattr(lifecycle, name, 0.001)
+        self.handles, self.clients, self.ids = [], [], []
+        self.owned = owned
+        self.start_failures = 0
+        self.changed = asyncio.Event()
+        self.slot = EngineSlot(
+            "gen/0",
+            self.start,
+            self.make_client,
+            EngineSection(max_restarts=max_restarts, start_timeout_s=start_timeout_s),
+            liveness_s=0.001,
+            on_change=self.changed.set,
+        )
+        self.task = asyncio.create_task(self.slot.run())
+
+    async def start(self, engine_id):
+        self.ids.append(engine_id)
+        if self.start_failures:
+            self.start_failures -= 1
+            raise GenerationError("will not start", retryable=True)
+        self.handles.append(Handle(self.owned))
+        return self.handles[-1]
+
+    def make_client(self, url):
+        self.clients.append(Client())
+        return self.clients[-1]
+
+    async def life(self, number):
+        """Wait until the engine of that life answers."""
+        async with asyncio.timeout(5):
+            while not (len(self.handles) == number and self.slot.engine is not None):
+                await self.changed.wait()
+                self.changed.clear()
+        return self.slot.engine
+
+    async def end(self):
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+async def test_each_life_has_its_own_id_and_wants_a_sync(monkeypatch):
+    slot = Slot(monkeypatch)
+    first = await slot.life(1)
+    assert first.status.wants_sync
+    assert first.status.state is EngineState.SYNCING
+    slot.handles[0].ended.set()
+    second = await slot.life(2)
+    assert first.engine_id != second.engine_id
+    assert slot.clients[0].calls[-1] == "close"
+    assert slot.handles[0].calls == ["kill"]
+    await slot.end()
+    assert slot.handles[1].calls == ["terminate"]
+
+
+async def test_another_generator_process_of_the_same_name_uses_other_ids(monkeypatch):
+    first, second = Slot(monkeypatch), Slot(monkeypatch)
+    await first.life(1)
+    await second.life(1)
+    assert first.ids[0] != second.ids[0]
+    assert first.ids[0].startswith("gen/0#")
+    await first.end()
+    await second.end()
+
+
+async def test_a_condemned_engine_is_killed(monkeypatch):
+    slot = Slot(monkeypatch)
+    (await slot.life(1)).condemn("wrong weights")
+    await slot.life(2)
+    assert slot.handles[0].calls == ["kill"]
+    assert "wrong weights" in slot.slot.last_error
+    await slot.end()
+
+
+async def test_an_engine_that_stops_answering_is_replaced(monkeypatch):
+    slot = Slot(monkeypatch)
+    await slot.life(1)
+    slot.clients[0].alive = False
+    await slot.life(2)
+    assert "no sign of life" in slot.slot.last_error
+    await slot.end()
+
+
+async def test_liveness_is_not_judged_during_an_update(monkeypatch):
+    slot = Slot(monkeypatch)
+    engine = await slot.life(1)
+    engine.begin_update()
+    slot.clients[0].alive = False
+    asked = len(slot.clients[0].calls)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert len(slot.clients[0].calls) <= asked + 1
+    assert slot.slot.engine is engine
+    await slot.end()
+
+
+async def test_the_budget_of_restarts_ends(monkeypatch):
+    slot = Slot(monkeypatch, max_restarts=2)
+    slot.start_failures = 99
+    await asyncio.wait_for(slot.task, 5)
+    assert len(slot.ids) == 3
+    assert slot.slot.failed
+    assert slot.slot.status.state is EngineState.DEAD
+    assert "will not start" in slot.slot.last_error
+
+
+async def test_an_attached_engine_is_waited_for_and_cleaned_up(monkeypatch):
+    slot = Slot(monkeypatch, owned=False, max_restarts=0, start_timeout_s=0.001)
+    engine = await slot.life(1)
+    assert slot.clients[0].calls[:3] == [Route.SERVER_INFO, Route.END_UPDATE, Route.CONTINUE]
+    engine.condemn("quarantine")
+    again = await slot.life(2)
+    assert again.engine_id != engine.engine_id
+    assert not slot.slot.failed, "restarts are for engines of our own"
+    await slot.end()

@@ -1,0 +1,160 @@
+import asyncio
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from async_grpo.engine_api import Path as Route
+from async_grpo.errors import WeightSyncError
+from async_grpo.generation.client import HttpEngineClient
+from async_grpo.replay_parts import BucketSpec, Probe, Rendezvous, UpdateOrder
+from async_grpo.types import WeightsName
+from async_grpo.weights.receiver import WeightReceiver
+from tests.fakes.fake_engine import FakeEngine, Fault, fake_prompt_logprobs
+
+IDS = [3, 4, 5]
+RENDEZVOUS = Rendezvous(
+    group_name="g2", host="127.0.0.1", port=9, world_size=3, backend="gloo", fresh=True
+)
+
+
+def order(**changes):
+    bucket = BucketSpec(names=["a", "b"], dtypes=["float32"] * 2, shapes=[[2], [1]])
+    values = UpdateOrder(
+        publish_sequence=7,
+        weights=WeightsName(1, 3),
+        cell_id=0,
+        engine_ids=["e"],
+        ranks=[2],
+        buckets=[bucket] * 3,
+        probe=Probe(token_ids=IDS, logprobs=fake_prompt_logprobs("1.3", IDS), tolerance=1e-3),
+    )
+    return msgspec.structs.replace(values, **changes)
+
+
+@asynccontextmanager
+async def receiving(*, timeout_s=2.0, **changes):
+    async with FakeEngine() as engine:
+        client = HttpEngineClient(engine.url, control_timeout_s=0.5)
+        receiver = WeightReceiver(
+            client, engine_id="e", order=order(**changes), rank_offset=2, timeout_s=timeout_s
+        )
+        try:
+            yield engine, receiver
+        finally:
+            await client.close()
+
+
+async def whole_update(receiver, rendezvous=RENDEZVOUS, previous_group=""):
+    await receiver.begin()
+    await receiver.receive(rendezvous, previous_group)
+    checksum = await receiver.finish()
+    await receiver.resume()
+    await receiver.probe()
+    return checksum
+
+
+async def test_the_calls_of_an_update_in_order():
+    async with receiving() as (engine, receiver):
+        assert await whole_update(receiver) == await engine.checksum()
+        assert [call.path for call in engine.calls] == [
+            Route.PAUSE, Route.BEGIN_UPDATE, Route.INIT_GROUP,
+            *[Route.UPDATE_FROM_DISTRIBUTED] * 3,
+            Route.END_UPDATE, Route.MODEL_INFO, Route.WEIGHTS_CHECKER, Route.CONTINUE,
+            Route.GENERATE,
+        ]  # fmt: skip
+        assert engine.groups["g2"].rank_offset == 2
+        assert engine.groups["g2"].world_size == 3
+        assert [update.weight_version for update in engine.updates] == [None, None, "1.3"]
+        assert {update.flush_cache for update in engine.updates} == {False}
+        probe = engine.calls[-1].body
+        assert probe["extra_key"] == "probe-1.3"
+        assert probe["logprob_start_len"] == 0
+        assert probe["sampling_params"]["temperature"] == 1.0
+
+
+async def test_a_group_that_lives_is_used_again_and_a_fresh_one_replaces_it():
+    async with receiving() as (engine, receiver):
+        await whole_update(receiver, RENDEZVOUS)
+        kept = msgspec.structs.replace(RENDEZVOUS, fresh=False)
+        await whole_update(receiver, kept, "g2")
+        assert engine.num_calls(Route.INIT_GROUP) == 1
+        fresh = msgspec.structs.replace(RENDEZVOUS, group_name="g3")
+        await whole_update(receiver, fresh, "g2")
+        assert list(engine.groups) == ["g3"]
+
+
+async def test_abandon_leaves_the_engine_as_it_was():
+    async with receiving() as (engine, receiver):
+        await receiver.begin()
+        await receiver.abandon()
+        assert not engine.paused
+        assert not engine.session_open
+        assert engine.weight_version == "default"
+
+
+async def test_a_refused_bucket_does_not_stop_the_ones_after_it():
+    async with receiving() as (engine, receiver):
+        await receiver.begin()
+        engine.fail_next(Route.UPDATE_FROM_DISTRIBUTED, Fault.REFUSE)
+        with pytest.raises(WeightSyncError, match="bucket 0"):
+            await receiver.receive(RENDEZVOUS, "")
+        assert engine.num_calls(Route.UPDATE_FROM_DISTRIBUTED) == 3
+
+
+async def test_an_engine_that_does_not_answer_is_sent_nothing_more():
+    async with receiving(timeout_s=0.1) as (engine, receiver):
+        await receiver.begin()
+        engine.fail_next(Route.UPDATE_FROM_DISTRIBUTED, Fault.HANG)
+        with pytest.raises(WeightSyncError, match="bucket 0"):
+            await receiver.receive(RENDEZVOUS, "")
+        assert engine.num_calls(Route.UPDATE_FROM_DISTRIBUTED) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "phase"),
+    [
+        (Route.PAUSE, "pause"),
+        (Route.BEGIN_UPDATE, "begin"),
+        (Route.INIT_GROUP, "init_group"),
+        (Route.END_UPDATE, "end"),
+        (Route.MODEL_INFO, "version"),
+        (Route.WEIGHTS_CHECKER, "checksum"),
+        (Route.CONTINUE, "resume"),
+        (Route.GENERATE, "probe"),
+    ],
+)
+@pytest.mark.parametrize("fault", [Fault.STATUS_500, Fault.HANG])
+async def test_every_phase_fails_by_name_and_within_its_deadline(path, phase, fault):
+    async with receiving(timeout_s=0.3) as (engine, receiver):
+        engine.fail_next(path, fault)
+        async with asyncio.timeout(2.0):
+            with pytest.raises(WeightSyncError) as caught:
+                await whole_update(receiver)
+    assert (caught.value.peer, caught.value.weights, caught.value.phase) == ("e", "1.3", phase)
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase"), [(Fault.WRONG_VERSION, "version"), (Fault.NOT_LOADED, "probe")]
+)
+async def test_weights_that_did_not_arrive_are_noticed(fault, phase):
+    async with receiving() as (engine, receiver):
+        engine.fail_next(Route.UPDATE_FROM_DISTRIBUTED, fault, times=3)
+        with pytest.raises(WeightSyncError) as caught:
+            await whole_update(receiver)
+    assert caught.value.phase == phase
+
+
+async def test_the_tolerance_decides():
+    true = fake_prompt_logprobs("1.3", IDS)
+    near = Probe(token_ids=IDS, logprobs=[value + 0.01 for value in true], tolerance=0.02)
+    async with receiving(probe=near) as (_, receiver):
+        await whole_update(receiver)
+    far = msgspec.structs.replace(near, tolerance=0.005)
+    async with receiving(probe=far) as (_, receiver):
+        with pytest.raises(WeightSyncError, match="differ"):
+            await whole_update(receiver)
+    not_a_number = msgspec.structs.replace(near, logprobs=[float("nan")] * 2)
+    async with receiving(probe=not_a_number) as (_, receiver):
+        with pytest.raises(WeightSyncError, match="differ"):
+            await whole_update(receiver)
