@@ -1,0 +1,128 @@
+"""Planted bugs: cores that are wrong in one way, to prove that the simulation would notice."""
+
+from typing import ClassVar
+
+from async_grpo.replay.core import generator_requests, trainer_requests
+from async_grpo.replay.core.core import Handler, ReplayCore
+from async_grpo.replay.core.kernel import Kernel
+from async_grpo.replay.core.members import Member
+from async_grpo.replay.core.records import Claimed, Dropped, Record, Reissued, Stored, Trained
+from async_grpo.replay.core.tickets import Phase
+from async_grpo.replay_api import Ack, Insert, InsertReply, Reply
+from async_grpo.replay_parts import GroupSummary, Role
+from async_grpo.types import InsertOutcome
+
+
+class _CountingKernel(Kernel):
+    num_handed_out = 0
+
+    def emit(self, record: Record) -> None:
+        super().emit(record)
+        if isinstance(record, Claimed):
+            self.num_handed_out += 1
+        elif isinstance(record, Dropped | Reissued):
+            self.num_handed_out -= 1
+        elif isinstance(record, Trained):
+            self.num_handed_out -= len(record.groups)
+
+    def admits(self) -> bool:
+        versions = self.state.versions
+        return versions.live is not None and self.num_handed_out < self.settings.window
+
+
+class AdmissionCountedByEvents(ReplayCore):
+    """Counts up and down instead of looking: a restart starts from zero."""
+
+    kernel_class = _CountingKernel
+
+
+def _insert_late(kernel: Kernel, member: Member, request: Insert, now: float) -> Reply:
+    ticket = kernel.state.book.get(request.group_id)
+    late = ticket and ticket.phase is Phase.CLAIMED and request.attempt < ticket.attempt
+    if late and request.summary is not None:
+        kernel.emit(Stored(summary=request.summary))
+        return InsertReply(outcome=InsertOutcome.STORED)
+    return generator_requests.insert(kernel, member, request, now)
+
+
+class LateInsertAccepted(ReplayCore):
+    """Takes the group of an attempt that is over."""
+
+    handlers: ClassVar[dict[type, tuple[Role, Handler]]] = {
+        **ReplayCore.handlers,
+        Insert: (Role.GENERATOR, _insert_late),
+    }
+
+
+def _ack_again(kernel: Kernel, member: Member, request: Ack, now: float) -> Reply:
+    trained = kernel.acked(request.step)
+    reply = trainer_requests.ack(kernel, member, request, now)
+    if trained is not None and trained.incarnation == request.incarnation:
+        kernel.emit(trained)
+    return reply
+
+
+class RepeatedAckTrained(ReplayCore):
+    """Counts a step again when its ack is repeated."""
+
+    handlers: ClassVar[dict[type, tuple[Role, Handler]]] = {
+        **ReplayCore.handlers,
+        Ack: (Role.TRAINER, _ack_again),
+    }
+
+
+class _AgelessKernel(Kernel):
+    def is_stale(self, ticket_oldest: int, train_version: int) -> bool:
+        return False
+
+
+class StalenessUnchecked(ReplayCore):
+    """Hands out groups of any age."""
+
+    kernel_class = _AgelessKernel
+
+
+class _LineagelessKernel(Kernel):
+    def on_lineage(self, summary: GroupSummary) -> bool:
+        return True
+
+
+class LineageUnchecked(ReplayCore):
+    """Hands out groups sampled by weights that a fallen-back trainer has undone."""
+
+    kernel_class = _LineagelessKernel
+
+
+class _ForgivingKernel(Kernel):
+    def end_member(self, member: Member, detail: str) -> None:
+        self.changed = True
+
+
+class LostClaimsKept(ReplayCore):
+    """Leaves the claims of a dead generator as they are."""
+
+    kernel_class = _ForgivingKernel
+
+
+class _UnpublishedKernel(Kernel):
+    def check_live(self) -> None:
+        versions = self.state.versions
+        if versions.live is None:
+            super().check_live()
+
+
+class NeverLiveAgain(ReplayCore):
+    """Only the first weights of a trainer go live: the run wedges without any broken count."""
+
+    kernel_class = _UnpublishedKernel
+
+
+MUTANTS: list[type[ReplayCore]] = [
+    AdmissionCountedByEvents,
+    LateInsertAccepted,
+    RepeatedAckTrained,
+    StalenessUnchecked,
+    LineageUnchecked,
+    LostClaimsKept,
+    NeverLiveAgain,
+]
