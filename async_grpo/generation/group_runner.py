@@ -3,11 +3,11 @@
     start(ticket) -> members sampled (Sampler) -> scored (RewardPool) -> insert
                           |                          |
                           |                          +-> end: no_signal | reward_failed
-                          +-> end: generation_failed | invalid | stale (cancelled by the server)
+                          +-> end: generation_failed | invalid
 
-Every claimed ticket ends in one insert or one end call. Two exceptions: past
-`generation.group_timeout_s` the server has taken the claim back, and at a stop the goodbye gives
-all claims back.
+Every claimed ticket ends in one insert or one end call, unless the claim is lost: past
+`generation.group_timeout_s`, when the server says that the attempt is over, and at a stop, where
+the goodbye gives all claims back.
 """
 
 import asyncio
@@ -144,7 +144,7 @@ class GroupRunner:
         return len(self._jobs)
 
     def cancel(self, keys: Iterable[tuple[int, int]]) -> None:
-        """The server will not take these groups: abort what is still being sampled of them."""
+        """These attempts are over at the server: abort what is still being sampled of them."""
         for key in keys:
             job = self._jobs.get(key)
             if job is not None and job.production is not None and not job.production.done():
@@ -174,28 +174,27 @@ class GroupRunner:
             self._on_change()
 
     async def _to_its_end(self, job: _Job) -> None:
-        ticket = job.ticket
         job.production = asyncio.create_task(self._produce(job))
         try:
             group = await self._within_deadline(job.production)
         except TimeoutError:
-            self.counters.num_claims_lost += 1
-            logger.warning(
-                "group %d attempt %d was not ready within %g s: the server takes the claim back",
-                ticket.group_id,
-                ticket.attempt,
-                self._section.group_timeout_s,
-            )
+            self._claim_lost(job, f"not ready within {self._section.group_timeout_s:g} s")
             return
         except asyncio.CancelledError:
             if not job.cancelled:
                 raise
-            await self._end(job, _Ended(DropReason.STALE, "cancelled by the replay server"))
+            self._claim_lost(job, "the replay server has ended the attempt")
             return
         except _Ended as end:
             await self._end(job, end)
             return
         await self._insert(group)
+
+    def _claim_lost(self, job: _Job, why: str) -> None:
+        """The server has taken the claim back, or will at its own deadline: nothing to report."""
+        self.counters.num_claims_lost += 1
+        ticket = job.ticket
+        logger.warning("group %d attempt %d is given up: %s", ticket.group_id, ticket.attempt, why)
 
     async def _within_deadline(self, production: asyncio.Task[RolloutGroup]) -> RolloutGroup:
         async with asyncio.timeout(self._section.group_timeout_s):
@@ -292,7 +291,7 @@ class GroupRunner:
             end.reason.value,
             end.detail,
         )
-        if end.reason not in (DropReason.NO_SIGNAL, DropReason.STALE):
+        if end.reason is not DropReason.NO_SIGNAL:
             self.counters.last_error = f"group {ticket.group_id}: {end.detail}"
         # without rewards the completions must not enter the mean reward: tokens only
         stats = end.stats or EndStats(num_tokens=job.num_tokens)

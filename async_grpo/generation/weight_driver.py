@@ -129,10 +129,11 @@ class WeightDriver:
         previous_group, engine.update_group = engine.update_group, rendezvous.group_name
         await self._unless_aborted(key, engine, receiver.receive(rendezvous, previous_group))
         checksum = await receiver.finish()
-        self._compare_checksums(key, engine, checksum)
         engine.start_probation()
         await receiver.resume()
         await receiver.probe()
+        # last, with nothing awaited until the commit: of two that differ one must see the other
+        self._compare_checksums(key, engine, checksum)
         return checksum
 
     async def _wait_go(self, engine: Engine, key: Key) -> str:

@@ -224,17 +224,79 @@ async def test_groups_without_a_signal_or_a_reward_end(tmp_path, scores, reason)
     assert world.replay.inserted == []
 
 
-async def test_a_cancelled_group_is_aborted_at_the_engine_and_ends_as_stale(tmp_path):
+async def test_a_group_that_is_over_at_the_server_is_aborted_at_the_engine(tmp_path):
     async with World(tmp_path, manual=True).running() as world:
         (engine_id,) = await world.replay.wanting()
         engine = await _publish_by_hand(world, "1.0", engine_id)
         world.replay.add_tickets(1)
         await engine.until(lambda: len(engine.running) == 4)
         await world.replay.cancel((0, 1))
-        await world.replay.until(lambda: len(world.replay.ended) == 1)
         await engine.until(lambda: not engine.running)
         await engine.called(Route.ABORT, 4)
-    assert world.replay.ended[0].reason is DropReason.STALE
+        await world.replay.until(lambda: world.replay.status.metrics["claims_lost"] == 1)
+        assert world.replay.claims == []
+    assert world.replay.ended == world.replay.inserted == []
+
+
+async def test_a_group_past_its_deadline_is_given_up(tmp_path):
+    async with World(tmp_path, manual=True, group_timeout_s=0.5).running() as world:
+        (engine_id,) = await world.replay.wanting()
+        engine = await _publish_by_hand(world, "1.0", engine_id)
+        world.replay.add_tickets(1)
+        await engine.until(lambda: len(engine.running) == 4)
+        await engine.called(Route.ABORT, 4)
+        await world.replay.until(lambda: world.replay.status.metrics["claims_lost"] == 1)
+        # what was given up holds no slot
+        world.replay.add_tickets(1)
+        await engine.until(lambda: len(engine.running) == 4)
+        await engine.step(8)
+        await world.replay.until(lambda: len(world.replay.inserted) == 1)
+    assert world.replay.ended == []
+
+
+async def test_a_trainer_that_never_says_go_costs_the_update_only(tmp_path):
+    async with World(tmp_path, weights_timeout_s=0.3).running() as world:
+        (engine_id,) = await world.replay.wanting()
+        await world.replay.publish("1.0", [engine_id])
+        sequence = await world.replay.order("1.1", [engine_id])
+        await world.replay.phase_of(sequence, engine_id, CellPhase.FAILED)
+        world.replay.add_tickets(1)
+        await world.replay.until(lambda: len(world.replay.inserted) == 1)
+    assert world.replay.inserted[0].oldest_weights() == V0
+    assert len(world.engines) == 1
+
+
+async def test_a_trainer_that_gives_up_after_go_costs_the_engine(tmp_path):
+    async with World(tmp_path, weights_timeout_s=30.0).running() as world:
+        (engine_id,) = await world.replay.wanting()
+        world.engines[0].fail_next(Route.UPDATE_FROM_DISTRIBUTED, Fault.HANG)
+        sequence = await world.replay.order("1.0", [engine_id])
+        await world.replay.phase_of(sequence, engine_id, CellPhase.BEGUN)
+        await world.replay.go(sequence)
+        await world.engines[0].called(Route.UPDATE_FROM_DISTRIBUTED)
+        await world.replay.abort(sequence, "the broadcast failed")
+        await world.replay.phase_of(sequence, engine_id, CellPhase.FAILED)
+        await world.replay.until(lambda: len(world.engines) == 2)
+
+
+async def test_an_order_for_an_engine_that_has_ended_fails_at_once(tmp_path):
+    async with World(tmp_path).running() as world:
+        await world.replay.wanting()
+        sequence = await world.replay.order("1.0", ["gen/0#gone"])
+        await world.replay.phase_of(sequence, "gen/0#gone", CellPhase.FAILED)
+
+
+async def test_an_engine_whose_bytes_differ_from_its_neighbors_is_not_committed(tmp_path):
+    async with World(tmp_path, num_engines=2).running() as world:
+        ids = await world.replay.wanting(2)
+        world.engines[1].checksum = _another_checksum
+        ends = await world.replay.publish("1.0", ids)
+        assert sorted(ends) == [CellPhase.COMMITTED, CellPhase.FAILED]
+        assert "checksum" in world.replay.phases[-1][3]
+
+
+async def _another_checksum():
+    return "another"
 
 
 async def test_a_full_engine_claims_no_more_than_fills_its_slots(tmp_path):
