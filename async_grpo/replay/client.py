@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import uuid
+from collections.abc import Sequence
 
 from async_grpo.config.schema import Config
 from async_grpo.errors import CodecError, PeerLost, RemoteError, RpcTimeout
@@ -64,6 +65,7 @@ from async_grpo.transport.codec import (
     inspect_group,
     num_bytes,
 )
+from async_grpo.transport.group_header import Frame
 from async_grpo.types import (
     DropReason,
     InsertOutcome,
@@ -75,7 +77,7 @@ from async_grpo.types import (
 logger = logging.getLogger(__name__)
 
 _TRAINER_ALIVE_PAUSE_S = 0.25
-_MOST_FETCHES = 4
+_MOST_FETCHES = 16
 """Payloads on their way to one trainer at a time."""
 
 
@@ -121,6 +123,10 @@ class GeneratorClient(RoleClient):
             inspect_group(frames, self._limits)
         except CodecError as error:
             return await self._end_invalid(group, str(error))
+        return await self.insert_frames(group, frames)
+
+    async def insert_frames(self, group: RolloutGroup, frames: Sequence[Frame]) -> InsertOutcome:
+        """Deliver a group that is encoded already; see `insert`."""
         size = num_bytes(frames)
         insert = Insert(group_id=group.group_id, attempt=group.attempt)
         while await self._granted(group, size):
@@ -243,10 +249,13 @@ class TrainerClient(RoleClient):
             RemoteError: `not_found`: the server lost it in a restart before it was fetched. Leave
                 the draw out of the heartbeat and draw again.
         """
+        return decode_group(await self.fetch_frames(group_id, attempt))
+
+    async def fetch_frames(self, group_id: int, attempt: int) -> list[Frame]:
+        """Payload of a leased group, not decoded; see `fetch`."""
         request = Fetch(incarnation=self._incarnation, group_id=group_id, attempt=attempt)
         async with self._fetching:
-            payload = await self._bulk().ask_payload(request, FetchReply)
-        return decode_group(payload)
+            return await self._bulk().ask_payload(request, FetchReply)
 
     async def ack(self, step: int, draw_number: int, groups: list[tuple[int, int]]) -> None:
         """The step was applied."""

@@ -88,7 +88,13 @@ class RpcServer:
     async def receive(self, timeout_s: float) -> list[Incoming]:
         """Requests that have arrived; waits at most `timeout_s` for the first."""
         await asyncio.sleep(0)  # a steady stream must not starve the loop's other tasks
+        if received := self._arrived():
+            return received
         await self._socket.poll(max(0, round(timeout_s * 1000)))
+        return self._arrived()
+
+    def _arrived(self) -> list[Incoming]:
+        """Requests that can be read without waiting."""
         received = []
         for _ in range(_MAX_BATCH):
             try:
