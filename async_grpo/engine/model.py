@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ def load_model(config: Config) -> LoadedModel:
     Raises:
         ConfigError: the model cannot be loaded, or the context length does not fit it.
     """
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
     path = config.policy.model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         module: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, config.policy.dtype.value)
         )
+        eos_token_ids = _eos_token_ids(module, path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.model: cannot load {path!r}: {error}") from error
     module = module.to(device).eval().requires_grad_(False)
@@ -52,7 +54,7 @@ def load_model(config: Config) -> LoadedModel:
             vocab_size=text_config.vocab_size,
             context_length=_context_length(config, text_config),
         ),
-        eos_token_ids=_eos_token_ids(module, path),
+        eos_token_ids=eos_token_ids,
         device=device,
     )
 
@@ -73,11 +75,12 @@ def _eos_token_ids(module: Any, path: str) -> tuple[int, ...]:
     for owner in (module.generation_config, module.config):
         value = getattr(owner, "eos_token_id", None)
         found.update(value if isinstance(value, list) else () if value is None else (value,))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        logger.info("%s has no tokenizer (%s); only the model's own end tokens count", path, error)
+    directory = Path(path)
+    if directory.is_dir() and not (directory / "tokenizer_config.json").exists():
+        # transformers would make one up from the model type, with an end token of its own
+        logger.info("%s has no tokenizer; only the model's own end tokens count", path)
     else:
+        tokenizer = AutoTokenizer.from_pretrained(path)
         if tokenizer.eos_token_id is not None:
             found.add(tokenizer.eos_token_id)
     return tuple(sorted(token for token in found if token >= 0))

@@ -32,6 +32,7 @@ def main(config: Config, *, port: int) -> None:
         GenerationError: the batching loop died, or the port cannot be bound.
     """
     torch.set_num_threads(config.engine.threads)
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
     asyncio.run(_serve(config, port))
 
 

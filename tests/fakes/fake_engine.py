@@ -100,6 +100,14 @@ class _Running:
     versions: list[str] = field(default_factory=list)
 
 
+def _json_object(body: bytes) -> dict[str, Any]:
+    """The body, or nothing if it is none: then the route itself refuses it."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
+
+
 class FakeEngine:
     """One fake engine; also the backend of its own routes (`engine.routes.EngineBackend`).
 
@@ -422,7 +430,7 @@ class FakeEngine:
     async def _observe(self, http: web.Request, handler: Any) -> web.StreamResponse:
         path = Path(http.path)
         body = await http.read()
-        self.calls.append(Call(path, msgspec.json.decode(body) if body else {}))
+        self.calls.append(Call(path, _json_object(body)))
         await self._notify()
         pending = self._faults.get(path)
         fault = pending.popleft() if pending else None

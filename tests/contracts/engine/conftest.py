@@ -1,0 +1,218 @@
+"""Backends of the engine contract: the fake, the embedded engine, and a running server by URL.
+
+Set ASYNC_GRPO_ENGINE_URL (and ASYNC_GRPO_ENGINE_MODEL, its model directory, float32) to run the
+suite against a real SGLang server as well; its weights are changed.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+import yaml
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.fakes.fake_engine import EOS, FakeEngine
+
+VOCAB_SIZE = 50
+CONTEXT_LENGTH = 4096
+REPOSITORY = Path(__file__).parents[3]
+BACKENDS = ["fake", "embedded"]
+if os.environ.get("ASYNC_GRPO_ENGINE_URL"):
+    BACKENDS.append("server")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Where backends differ on purpose."""
+
+    real_weights: bool = True
+    """Log-probs come from a model, and updates from a collective."""
+    only_in_place: bool = True
+    """Other pause modes are refused. (SGLang has three.)"""
+    refuses_unknown_tensors: bool = True
+    """SGLang answers 200 and silently ignores a tensor it does not know."""
+    update_is_atomic: bool = True
+    """A refused bucket changes nothing. SGLang has copied what came before the bad tensor."""
+    validates_ids: bool = True
+    """SGLang's scheduler dies of a token id beyond the vocabulary."""
+    truncated_sampling_refused: bool = True
+    """top_p, top_k, min_p, n other than the full single sample are refused."""
+
+
+@dataclass
+class Subject:
+    """One engine under test."""
+
+    url: str
+    traits: Traits
+    http: aiohttp.ClientSession
+    model_path: Path | None = None
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """(status, JSON or text)."""
+        async with self.http.post(self.url + path, json={} if body is None else body) as reply:
+            return reply.status, _content(await reply.text())
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.http.get(self.url + path) as reply:
+            return reply.status, _content(await reply.text())
+
+    async def generate(self, num_tokens: int, **fields: Any) -> dict[str, Any]:
+        """A completion of exactly `num_tokens`; `sampling` adds sampling parameters."""
+        status, reply = await self.post("/generate", body_of(num_tokens, **fields))
+        assert status == 200, reply
+        return reply
+
+    async def start_long(self, rid: str, **fields: Any) -> "asyncio.Task[dict[str, Any]]":
+        """A request that has sampled some tokens and will go on for thousands."""
+        task = asyncio.create_task(self.generate(CONTEXT_LENGTH - 100, rid=rid, **fields))
+        self.tasks.append(task)
+        await self.generate(8)  # one may overtake the other by a step or two, not by eight
+        await self.generate(8)
+        return task
+
+
+def body_of(num_tokens: int, *, sampling: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Body of /generate."""
+    return {
+        "input_ids": [3, 4, 5, 6],
+        "sampling_params": {
+            "max_new_tokens": num_tokens,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "ignore_eos": True,
+        }
+        | (sampling or {}),
+        "return_logprob": True,
+    } | fields
+
+
+def _content(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def make_model(seed: int) -> Qwen3ForCausalLM:
+    """A tiny policy; far enough from uniform for log-probs to tell two apart."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            max_position_embeddings=CONTEXT_LENGTH, tie_word_embeddings=True,
+            eos_token_id=EOS, pad_token_id=0, bos_token_id=None, initializer_range=0.3,
+        )
+    )  # fmt: skip
+    return model.eval().requires_grad_(False)
+
+
+def serve(config: Path, *overrides: str) -> tuple[subprocess.Popen[str], str]:
+    """A process that runs `engine.server.main`; (process, URL)."""
+    script = (
+        "import sys; from async_grpo.config.load import load_config;"
+        "from async_grpo.engine.server import main;"
+        "main(load_config(sys.argv[1], sys.argv[2:]), port=0)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(config), *overrides],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, f"the engine ended with {process.wait(30)}"
+    return process, json.loads(line)["url"]
+
+
+@pytest.fixture(scope="session")
+def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("engine")
+    make_model(0).save_pretrained(directory / "model")
+    content = {
+        "run": {"output_dir": str(directory / "run"), "num_train_steps": 1},
+        "policy": {"model": str(directory / "model")},
+        "task": {"name": "reverse"},
+        "engine": {"max_running_requests": 8},
+        "weights": {"timeout_s": 15.0},
+    }
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(scope="session")
+def embedded_url(config_path: Path) -> Iterator[str]:
+    process, url = serve(config_path)
+    yield url
+    process.terminate()
+    assert process.wait(20) == 0
+    process.stdout.close()
+
+
+async def _pump(engine: FakeEngine) -> None:
+    """Let the fake sample as a real engine does: by itself, one token at a time."""
+    while True:
+        await engine.step()
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def _fake_url() -> AsyncIterator[str]:
+    engine = FakeEngine(vocab_size=VOCAB_SIZE, context_length=CONTEXT_LENGTH, manual=True)
+    async with engine:
+        pump = asyncio.create_task(_pump(engine))
+        yield engine.url
+        pump.cancel()
+
+
+@asynccontextmanager
+async def _subject(url: str, traits: Traits, model_path: Path | None) -> AsyncIterator[Subject]:
+    timeout = aiohttp.ClientTimeout(total=40)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        subject = Subject(url, traits, http, model_path)
+        yield subject
+        await subject.post("/end_weight_update")
+        await subject.post("/abort_request", {"abort_all": True})
+        await subject.post("/continue_generation")
+        await asyncio.gather(*subject.tasks, return_exceptions=True)
+
+
+@pytest.fixture(params=BACKENDS)
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+    """Each backend in turn."""
+    if request.param == "fake":
+        async with _fake_url() as url, _subject(url, Traits(real_weights=False), None) as subject:
+            yield subject
+    elif request.param == "embedded":
+        config: Path = request.getfixturevalue("config_path")
+        url = request.getfixturevalue("embedded_url")
+        async with _subject(url, Traits(), config.parent / "model") as subject:
+            yield subject
+    else:
+        traits = Traits(
+            only_in_place=False,
+            refuses_unknown_tensors=False,
+            update_is_atomic=False,
+            validates_ids=False,
+            truncated_sampling_refused=False,
+        )
+        url = os.environ["ASYNC_GRPO_ENGINE_URL"]
+        model = Path(os.environ["ASYNC_GRPO_ENGINE_MODEL"])
+        async with _subject(url, traits, model) as subject:
+            yield subject

@@ -1,0 +1,152 @@
+"""What only the embedded engine promises: its process, and what happens when decoding dies."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_grpo.config.load import load_config
+from async_grpo.engine.admission import RequestRefused
+from async_grpo.engine.embedded import EmbeddedEngine
+from async_grpo.engine.model import LoadedModel, load_model
+from async_grpo.engine_api import GenerateRequest, SamplingParams
+from async_grpo.errors import ConfigError
+from tests.contracts.engine.conftest import serve
+
+
+def request_of(num_tokens: int, **fields: Any) -> GenerateRequest:
+    params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+    return GenerateRequest(
+        input_ids=[3, 4, 5], sampling_params=params, return_logprob=True, **fields
+    )
+
+
+def failing_model(config_path: Path) -> LoadedModel:
+    """A model whose forward pass fails from its third call on."""
+    model = load_model(load_config(config_path))
+    calls = iter(range(2))
+
+    def check(*_: Any) -> None:
+        if next(calls, None) is None:
+            raise RuntimeError("this model fails")
+
+    model.module.register_forward_pre_hook(check)
+    return model
+
+
+async def test_a_dead_batching_loop_is_reported(config_path: Path) -> None:
+    engine = EmbeddedEngine(load_config(config_path), failing_model(config_path))
+    engine.start()
+    try:
+        with pytest.raises(RequestRefused, match="this model fails") as refused:
+            await engine.generate(request_of(50))
+        assert refused.value.status >= 500
+        async with asyncio.timeout(10):
+            await engine.died.wait()
+        assert "this model fails" in engine.failure
+        for attempt in (engine.generate(request_of(1)), engine.pause()):
+            with pytest.raises(RequestRefused) as refused:
+                await attempt
+            assert refused.value.status == 503
+    finally:
+        engine.stop()
+
+
+async def test_seeded_engines_sample_the_same_and_others_differ(config_path: Path) -> None:
+    async def first_sample(*overrides: str) -> list[int]:
+        config = load_config(config_path, overrides)
+        engine = EmbeddedEngine(config, load_model(config))
+        engine.start()
+        try:
+            return (await engine.generate(request_of(40))).output_ids
+        finally:
+            engine.stop()
+
+    seeded = [await first_sample("engine.sampling_seed=7") for _ in range(2)]
+    assert seeded[0] == seeded[1]
+    assert await first_sample() != await first_sample()
+
+
+async def test_a_prompt_half_read_at_an_update_is_read_again(config_path: Path) -> None:
+    """Its first token must not come from KV entries of two sets of weights."""
+    config = load_config(config_path, ["engine.max_batch_tokens=64"])
+    model = load_model(config)
+    engine = EmbeddedEngine(config, model)
+    reached = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def notice(*_: Any) -> None:
+        loop.call_soon_threadsafe(reached.set)
+
+    model.module.register_forward_pre_hook(notice)
+    engine.start()
+    try:
+        prompt = [2 + i % 40 for i in range(2000)]
+        request = GenerateRequest(
+            input_ids=prompt,
+            sampling_params=SamplingParams(max_new_tokens=3, ignore_eos=True),
+            return_logprob=True,
+        )
+        running = asyncio.create_task(engine.generate(request))
+        await reached.wait()
+        await engine.pause()
+        assert not running.done()
+        with torch.no_grad():
+            for parameter in model.module.parameters():
+                parameter.mul_(0.5)
+        await engine._thread.run(engine._batching.switch_version, "1.1")
+        await engine.resume()
+        reply = await running
+        ids = torch.tensor([prompt + reply.output_ids])
+        logits = model.module(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+        expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        found = torch.tensor([pair[0] for pair in reply.meta_info.output_token_logprobs])
+        assert (found - expected).abs().max() < 1e-4
+        spans = reply.meta_info.weight_versions
+        assert [(span.version, span.start, span.end) for span in spans] == [("1.1", 0, 3)]
+    finally:
+        engine.stop()
+
+
+async def test_requests_outlast_a_cache_that_is_too_small(config_path: Path) -> None:
+    """Running requests are reset and read again; no token or log-prob is lost."""
+    config = load_config(
+        config_path, ["engine.context_length=256", "engine.kv_cache_bytes=500_000"]
+    )
+    engine = EmbeddedEngine(config, load_model(config))
+    engine.start()
+    try:
+        replies = await asyncio.gather(*(engine.generate(request_of(200)) for _ in range(8)))
+        for reply in replies:
+            assert len(reply.output_ids) == 200 == len(reply.meta_info.output_token_logprobs)
+    finally:
+        engine.stop()
+
+
+def test_sizes_that_cannot_work_are_refused(config_path: Path) -> None:
+    with pytest.raises(ConfigError, match="context_length"):
+        load_model(load_config(config_path, ["engine.context_length=5000"]))
+    with pytest.raises(ConfigError, match=r"policy\.model"):
+        load_model(load_config(config_path, ["policy.model=/no/such/directory"]))
+
+
+@pytest.mark.parametrize("pause", [False, True])
+def test_sigterm_ends_the_process_cleanly(config_path: Path, pause: bool) -> None:
+    process, url = serve(config_path)
+    if pause:
+        asyncio.run(post(url + "/pause_generation", {"mode": "in_place"}))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert process.stdout is not None
+    assert process.stdout.read() == ""
+    process.stdout.close()
+
+
+async def post(url: str, body: Any) -> None:
+    import aiohttp
+
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as reply:
+        assert reply.status == 200
