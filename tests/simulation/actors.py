@@ -135,8 +135,8 @@ class GeneratorProcess(Process):
                 engine = next((e for e in self.engines if e.weights is not None), engine)
             if engine.weights is not None:
                 tokens[engine.weights] = tokens.get(engine.weights, 0) + rng.randint(1, 5)
-        if self.world.faulty and fate < 0.04:
-            yield 15.0  # stuck: the group deadline ends it, and its insert comes late
+        if self.world.faulty and fate < 0.06:
+            yield 12.0  # stuck: the group deadline ends it, and its insert comes late
         if fate > 0.95 or not tokens:
             reason = rng.choice([DropReason.NO_SIGNAL, DropReason.REWARD_FAILED])
             stats = EndStats(num_completions=2, num_tokens=sum(tokens.values()), reward_sum=1.0)
@@ -157,8 +157,9 @@ class GeneratorProcess(Process):
             reward_sum=1.0,
             weights_tokens=sorted(tokens.items()),
         )
+        asks_first = self.world.rng.random() < 0.7
         while True:
-            if fate < 0.9:  # the others try without asking
+            if asks_first:
                 credit = yield Credit(
                     group_id=group_id, attempt=attempt, num_bytes=num_bytes, wait_s=WAIT_S
                 )
@@ -167,7 +168,7 @@ class GeneratorProcess(Process):
                     return
                 if not credit.granted:
                     continue
-            invalid = "made up" if 0.9 <= fate < 0.91 else ""
+            invalid = "made up" if fate > 0.93 else ""
             reply = yield Insert(
                 group_id=group_id, attempt=attempt, summary=summary, invalid=invalid
             )
