@@ -44,11 +44,10 @@ class TrainSequence:
     temperature: float
     pure: bool
     """one segment, no mixed KV: a single policy reproduces its log-probs"""
-
-    @property
-    def num_trained(self) -> int:
-        """Trained tokens."""
-        return int(self.trained.sum())
+    num_trained: int
+    """trained tokens"""
+    first_slot: int = 0
+    """position of its first trained token in the batch's order"""
 
     @property
     def num_input_tokens(self) -> int:
@@ -69,7 +68,7 @@ class MicroBatch:
     targets: Tensor
     """[N] int64"""
     slots: Tensor
-    """[N] int64, position of each trained token in the batch's order, [0, B)"""
+    """[N] int64, position of each trained token in the order of the whole batch, [0, B)"""
     behavior_logprobs: Tensor
     advantages: Tensor
     temperature: Tensor
@@ -84,6 +83,7 @@ class MicroBatch:
 
 def _sequence(group: int, completion: Completion, advantage: float) -> TrainSequence:
     versions = np.asarray(token_versions(completion.segments), dtype=np.int64)
+    trained = versions >= 0
     if not len(versions) == completion.num_tokens == len(completion.behavior_logprobs):
         raise ValueError(
             f"{completion.num_tokens} tokens, {len(completion.behavior_logprobs)} log-probs and "
@@ -96,12 +96,13 @@ def _sequence(group: int, completion: Completion, advantage: float) -> TrainSequ
         group=group,
         token_ids=token_ids.astype(np.int64),
         num_prompt_tokens=len(completion.prompt_token_ids),
-        trained=versions >= 0,
+        trained=trained,
         behavior_logprobs=completion.behavior_logprobs,
         versions=versions,
         advantage=advantage,
         temperature=completion.temperature,
         pure=len(completion.segments) == 1 and not completion.segments[0].kv_mixed,
+        num_trained=int(trained.sum()),
     )
 
 
@@ -123,7 +124,12 @@ def sequences_of(
         for rollout, advantage in zip(group.rollouts, values, strict=True)
         for completion in rollout.sequences
     ]
-    return [sequence for sequence in found if sequence.num_trained]
+    kept = [sequence for sequence in found if sequence.num_trained]
+    slot = 0
+    for sequence in kept:
+        sequence.first_slot = slot
+        slot += sequence.num_trained
+    return kept
 
 
 def pack(lengths: Sequence[int], tokens_per_microbatch: int) -> Iterator[list[list[int]]]:
@@ -175,13 +181,12 @@ def make_microbatches(
         dtype: of log-probs, advantages, temperatures and weights: float32 or better.
         device: where the tensors go.
     """
-    first_slot = np.cumsum([0] + [sequence.num_trained for sequence in sequences])
     batches = []
     for rows in pack([s.num_input_tokens for s in sequences], tokens_per_microbatch):
         columns = _Columns(rows, sequences)
         for row, indices in enumerate(rows):
             for index in indices:
-                columns.add(row, sequences[index], token_weights[index], int(first_slot[index]))
+                columns.add(row, sequences[index], token_weights[index])
         batches.append(columns.tensors(dtype, device))
     return batches
 
@@ -202,7 +207,7 @@ class _Columns:
         self._integers: list[tuple[npt.NDArray[np.int64], ...]] = []
         self._floats: list[npt.NDArray[np.float64]] = []
 
-    def add(self, row: int, sequence: TrainSequence, weight: float, slot: int) -> None:
+    def add(self, row: int, sequence: TrainSequence, weight: float) -> None:
         """Append `sequence` to `row`."""
         start, count = self._cursor[row], sequence.num_input_tokens
         self._cursor[row] += count
@@ -214,7 +219,7 @@ class _Columns:
             (
                 row * self._row_tokens + start + source,
                 sequence.token_ids[source + 1],
-                slot + np.arange(len(trained)),
+                sequence.first_slot + np.arange(len(trained)),
             )
         )
         floats = np.empty((4, len(trained)))

@@ -58,6 +58,12 @@ class PolicyOptimizer:
         """Forget all gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
+    def zero_fill(self) -> None:
+        """A gradient of zeros where there is none: moments decay as after a backward of zeros."""
+        for master in self._masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+
     def clip(self) -> float:
         """Scale gradients down to `max_grad_norm`; returns the global norm before that."""
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm)

@@ -68,6 +68,7 @@ class TrainStep:
             raise ValueError("kl_coef > 0 needs a reference policy")
         self._policy, self._reference = policy, reference
         self._algorithm, self._trainer = algorithm, trainer
+        self._aggregation = Aggregation(algorithm.aggregation.value)
         self._num_updates = num_train_steps * trainer.updates_per_step
         parameters = (p for p in policy.module.parameters() if p.requires_grad)
         self._optimizer = PolicyOptimizer(parameters, trainer)
@@ -89,10 +90,10 @@ class TrainStep:
         updates = self._split(groups, sequences)
         if len(updates) > 1:
             self._proximal_pass(sequences, facts.proximal_logprobs)
-        for number, (part, first_slot) in enumerate(updates):
+        for number, part in enumerate(updates):
             update = train_version * self._trainer.updates_per_step + number
             outcome.lr = learning_rate(self._trainer, update, self._num_updates)
-            loss = self._accumulate(part, first_slot, facts, recomputed=len(updates) > 1)
+            loss = self._accumulate(part, facts, recomputed=len(updates) > 1)
             grad_norm = self._optimizer.clip()
             self._require_finite(loss, grad_norm, train_version, groups)
             self._optimizer.step(outcome.lr)
@@ -112,26 +113,22 @@ class TrainStep:
 
     def _split(
         self, groups: Sequence[RolloutGroup], sequences: list[TrainSequence]
-    ) -> list[tuple[list[TrainSequence], int]]:
-        """Sequences of each optimizer update, with the slot of their first token."""
+    ) -> list[list[TrainSequence]]:
+        """Sequences of each optimizer update."""
         count = min(self._trainer.updates_per_step, len(groups))
         borders = [len(groups) * number // count for number in range(count + 1)]
-        parts, first_slot = [], 0
-        for low, high in itertools.pairwise(borders):
-            part = [s for s in sequences if low <= s.group < high]
-            if part:
-                parts.append((part, first_slot))
-                first_slot += sum(s.num_trained for s in part)
-        if not parts:
+        parts = [
+            [s for s in sequences if low <= s.group < high]
+            for low, high in itertools.pairwise(borders)
+        ]
+        if not sequences:
             raise ValueError("no group of the batch has a token to train on")
-        return parts
+        return [part for part in parts if part]
 
     def _microbatches(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
-        rule = Aggregation(self._algorithm.aggregation.value)
-        weights = sequence_token_weights(rule, [s.num_trained for s in sequences])
         return make_microbatches(
             sequences,
-            weights,
+            sequence_token_weights(self._aggregation, [s.num_trained for s in sequences]),
             tokens_per_microbatch=self._trainer.tokens_per_microbatch,
             dtype=self._policy.accumulation_dtype,
             device=self._policy.device,
@@ -144,28 +141,34 @@ class TrainStep:
             into[batch.slots] = self._policy.logprobs(batch)[0]
 
     def _accumulate(
-        self,
-        sequences: list[TrainSequence],
-        first_slot: int,
-        facts: TokenFacts,
-        *,
-        recomputed: bool,
+        self, sequences: list[TrainSequence], facts: TokenFacts, *, recomputed: bool
     ) -> float:
-        """Gradients of one optimizer update; returns its loss."""
+        """Gradients of one optimizer update; returns its loss.
+
+        A sequence of advantage 0 has no gradient (without KL): it counts in the denominator and
+        is scored for the metrics, but not differentiated.
+        """
         self._optimizer.zero_grad()
-        rule = Aggregation(self._algorithm.aggregation.value)
-        divisor = denominator(rule, [s.num_trained for s in sequences])
+        divisor = denominator(self._aggregation, [s.num_trained for s in sequences])
         total = torch.zeros((), dtype=torch.float64)
-        for batch in self._microbatches(sequences):
-            slots = batch.slots + first_slot
-            logprobs, entropy = self._policy.logprobs(batch)
+        pulling = [s for s in sequences if s.advantage != 0 or self._reference is not None]
+        idle = [s for s in sequences if s.advantage == 0 and self._reference is None]
+        if not pulling:
+            self._optimizer.zero_fill()
+        batches = [(True, batch) for batch in self._microbatches(pulling)]
+        batches += [(False, batch) for batch in self._microbatches(idle)]
+        for differentiate, batch in batches:
+            slots = batch.slots
+            with torch.set_grad_enabled(differentiate):
+                logprobs, entropy = self._policy.logprobs(batch)
             if not recomputed:  # one update: the proximal policy is the policy itself
                 facts.proximal_logprobs[slots] = logprobs.detach()
             result = self._loss(batch, logprobs, facts.proximal_logprobs[slots])
             loss = (result.per_token * batch.weights).sum() / divisor
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            if differentiate:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             total += loss.detach().double().cpu()
-            _record(facts, slots, batch, logprobs.detach(), entropy, result)
+            _record(facts, batch, logprobs.detach(), entropy, result)
         return float(total)
 
     def _loss(self, batch: MicroBatch, logprobs: Tensor, proximal: Tensor) -> PolicyLoss:
@@ -222,13 +225,9 @@ def _empty_facts(
 
 
 def _record(
-    facts: TokenFacts,
-    slots: Tensor,
-    batch: MicroBatch,
-    logprobs: Tensor,
-    entropy: Tensor,
-    result: PolicyLoss,
+    facts: TokenFacts, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, result: PolicyLoss
 ) -> None:
+    slots = batch.slots
     facts.policy_logprobs[slots] = logprobs
     facts.behavior_logprobs[slots] = batch.behavior_logprobs
     facts.entropy[slots] = entropy

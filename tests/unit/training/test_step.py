@@ -140,6 +140,25 @@ def test_a_batch_without_a_trained_token_is_refused():
         step.apply(groups, 0)
 
 
+def test_a_tied_group_counts_in_the_denominator_and_in_the_metrics_only():
+    groups = random_groups(3, version=1)
+    for rollout in groups[1].rollouts:
+        rollout.reward = 0.25
+    module = tiny_module()
+    loss = naive_loss(module, groups, AlgorithmSection())
+    loss.backward()
+    found, outcome = gradients_of(groups)
+    assert_same(found, torch.cat([p.grad.flatten() for p in module.parameters()]))
+    assert len(outcome.tokens.entropy) == sum(group.num_tokens for group in groups)
+    assert (outcome.tokens.policy_logprobs < 0).all()
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.reward = 1.0
+    found, outcome = gradients_of(groups)
+    assert outcome.losses == [0.0]
+    assert outcome.grad_norms == [0.0]
+
+
 def test_learning_rate_schedule():
     constant = settings(lr=2.0, warmup_steps=4)
     assert [learning_rate(constant, n, 10) for n in (0, 1, 3, 4, 9)] == [0.5, 1.0, 2.0, 2.0, 2.0]
@@ -175,7 +194,7 @@ def test_clipping_scales_the_gradient_and_reports_the_norm_before():
 def test_sequence_counts_inputs_without_the_last_token():
     sequence = TrainSequence(
         0, np.arange(5), 2, np.ones(3, bool), np.zeros(3, np.float32), np.zeros(3, np.int64),
-        0.0, 1.0, True,
+        0.0, 1.0, True, 3,
     )  # fmt: skip
     assert sequence.num_input_tokens == 4
     assert isinstance(tiny_policy(), PolicyModel)
