@@ -156,7 +156,7 @@ class ReplayServer:
             error = Error(code=ErrorCode.HELLO_REQUIRED, message="say hello first")
             self._rpc.reply(incoming, error)
             return
-        if (refusal := refuse(session, request)) is not None:
+        if (refusal := refuse(session, request, self._limits.max_bytes)) is not None:
             self._rpc.reply(incoming, refusal)
             return
         if isinstance(request, Insert):

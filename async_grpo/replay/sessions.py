@@ -133,7 +133,7 @@ class Sessions:
         )
 
 
-def refuse(session: Session, request: Request) -> Error | None:
+def refuse(session: Session, request: Request, max_group_bytes: int) -> Error | None:
     """Why this peer may not ask this; None: it may. No role trusts another's numbers."""
     if type(request) not in _ALLOWED[session.role]:
         what = f"a {session.role} may not send {type(request).__name__}"
@@ -141,8 +141,10 @@ def refuse(session: Session, request: Request) -> Error | None:
     problem = ""
     if not math.isfinite(wait_s(request)):
         problem = "wait_s must be finite"
-    elif isinstance(request, Credit) and request.num_bytes <= 0:
-        problem = "num_bytes must be > 0"
+    elif isinstance(request, Credit) and not 0 < request.num_bytes <= max_group_bytes:
+        problem = f"num_bytes must be > 0 and <= replay.max_group_bytes ({max_group_bytes})"
+    elif isinstance(request, StartTrainer) and request.restored_version < 0:
+        problem = "restored_version must be >= 0"
     elif isinstance(request, Insert) and (request.summary is not None or request.invalid):
         problem = "summary and invalid are the server's to fill in"
     elif isinstance(request, End):

@@ -11,6 +11,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
@@ -55,11 +56,10 @@ class RpcServer:
             ConfigError: the address cannot be bound.
         """
         self._max_frame_bytes = max(max_frame_bytes, envelope.MAX_ENVELOPE_BYTES)
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._direct: zmq.Socket[bytes] = zmq.Socket.shadow(
-            self._socket
-        )  # the same socket, without futures
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stirred = asyncio.Event()
         set_options(self._socket, COMMON_OPTIONS)
         set_options(
             self._socket,
@@ -87,18 +87,29 @@ class RpcServer:
 
     async def receive(self, timeout_s: float) -> list[Incoming]:
         """Requests that have arrived; waits at most `timeout_s` for the first."""
-        await asyncio.sleep(0)  # a steady stream must not starve the loop's other tasks
         if received := self._arrived():
+            await asyncio.sleep(0)  # a steady stream must not starve the loop's other tasks
             return received
-        await self._socket.poll(max(0, round(timeout_s * 1000)))
+        # The library's descriptor stirs once for any number of arrivals: only after reading until
+        # there is nothing more, as just now, is it safe to wait for it.
+        self._watch_descriptor()
+        self._stirred.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await self._stirred.wait()
         return self._arrived()
+
+    def _watch_descriptor(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.FD, self._stirred.set)
 
     def _arrived(self) -> list[Incoming]:
         """Requests that can be read without waiting."""
         received = []
         for _ in range(_MAX_BATCH):
             try:
-                frames = self._direct.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
             if (incoming := self._open(frames)) is not None:
@@ -111,6 +122,9 @@ class RpcServer:
 
     def close(self, *, linger_s: float) -> None:
         """Give replies under way `linger_s` to leave."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.FD)
+            self._loop = None
         self._socket.close(linger=round(linger_s * 1000))
         self._context.term()
 
@@ -146,7 +160,7 @@ class RpcServer:
         frames = [envelope.encode(request_id, body), *payload]
         envelope.check_sizes(frames, self._max_frame_bytes)
         try:
-            self._direct.send_multipart([peer, *frames], zmq.NOBLOCK, copy=not is_large(frames[1:]))
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=not is_large(frames[1:]))
         except zmq.Again:
             logger.warning("%s does not read its replies; dropped one", peer.hex())
         except zmq.ZMQError as error:

@@ -23,7 +23,9 @@ COMMON_OPTIONS: Mapping[int, int | bytes] = {
 }
 
 
-def set_options(socket: "zmq.asyncio.Socket", options: Mapping[int, int | bytes]) -> None:
+def set_options(
+    socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", options: Mapping[int, int | bytes]
+) -> None:
     """Set each option."""
     for option, value in options.items():
         socket.setsockopt(option, value)
