@@ -87,7 +87,7 @@ class RpcServer:
 
     async def receive(self, timeout_s: float) -> list[Incoming]:
         """Requests that have arrived; waits at most `timeout_s` for the first."""
-        if received := self._arrived():
+        if (received := self._arrived()) is not None:
             await asyncio.sleep(0)  # a steady stream must not starve the loop's other tasks
             return received
         # The library's descriptor stirs once for any number of arrivals: only after reading until
@@ -97,21 +97,21 @@ class RpcServer:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, timeout_s)):
                 await self._stirred.wait()
-        return self._arrived()
+        return self._arrived() or []
 
     def _watch_descriptor(self) -> None:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket.FD, self._stirred.set)
 
-    def _arrived(self) -> list[Incoming]:
-        """Requests that can be read without waiting."""
-        received = []
-        for _ in range(_MAX_BATCH):
+    def _arrived(self) -> list[Incoming] | None:
+        """Requests that can be read without waiting; None: there was no message, good or bad."""
+        received: list[Incoming] = []
+        for number in range(_MAX_BATCH):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                break
+                return received if number else None
             if (incoming := self._open(frames)) is not None:
                 received.append(incoming)
         return received

@@ -239,3 +239,23 @@ def test_pauses_grow_to_their_cap():
     pauses = [pause for pause, _ in zip(backoff(0.1, 1.0), range(20), strict=False)]
     assert 0.05 <= pauses[0] <= 0.1
     assert all(0.5 <= pause <= 1.0 for pause in pauses[6:])
+
+
+async def test_flood_of_malformed_messages_does_not_slow_honest_peers():
+    context = zmq.asyncio.Context()
+    raw = context.socket(zmq.DEALER)
+    server = RpcServer("tcp://127.0.0.1:0", max_frame_bytes=LIMIT)
+    try:
+        raw.connect(server.address)
+        for _ in range(200):
+            await raw.send(b"nonsense")
+        received = []
+        async with asyncio.timeout(20):
+            while server.num_malformed < 200:
+                # a batch of nothing but nonsense must not be followed by the wait of a minute
+                received += await server.receive(60.0)
+        assert received == []
+    finally:
+        raw.close(linger=0)
+        context.term()
+        server.close(linger_s=0)
