@@ -41,3 +41,13 @@ def needs_main_thread(completion, answer, metadata):
 
 def pid(completion, answer, metadata):
     return float(os.getpid())
+
+
+def by_length(completion, answer, metadata):
+    return float(len(completion))
+
+
+def tell_pid_and_hang(completion, answer, metadata):
+    """Hangs in C, where no thread of Python can end the process."""
+    os.write(1, f"{os.getpid()}\n".encode())
+    return float(10 ** (10**10))
