@@ -1,0 +1,189 @@
+import msgspec
+import pytest
+
+from async_grpo.replay.core.core import ReplayCore
+from async_grpo.replay.core.prompt_order import PromptOrder
+from async_grpo.replay.core.records import Reissued, decode_record, encode_record
+from async_grpo.replay.core.settings import CoreSettings
+from async_grpo.replay_api import Error, ErrorCode, Fetch, Ok, WaitCell, Watch
+from async_grpo.replay_parts import CellPhase
+from async_grpo.types import ReissueReason, WeightsName
+from tests.unit.replay_core.driver import Driver, engine, settings
+
+
+def eventful() -> Driver:
+    """A run in which every kind of record was written."""
+    driver = Driver().ready()
+    driver.store(2)
+    driver.train(1, 0)
+    driver.publish(1, "g/0#1")
+    driver.store(3, (1, 1))
+    driver.claim()
+    driver.draw(2, 1)
+    driver.trainer_beat()
+    driver.draw(3, 1)
+    return driver
+
+
+def test_ledger_rebuilds_the_state_that_wrote_it() -> None:
+    driver = eventful()
+    state = ReplayCore(driver.settings).state
+
+    for record in driver.ledger:
+        state.evolve(decode_record(encode_record(record)))
+
+    assert state == driver.core.state
+
+
+def test_every_prefix_of_a_ledger_is_a_valid_state() -> None:
+    driver = eventful()
+    for length in range(len(driver.ledger)):
+        core = ReplayCore.restore(driver.settings, driver.ledger[:length], 1.0)
+        core.check_invariants()
+
+
+def test_restart_reissues_stored_groups_and_keeps_leases_and_claims() -> None:
+    driver = eventful()
+    before = driver.core.stats(0.0)
+
+    effects = driver.restart(1.0)
+
+    stats = driver.core.stats(driver.now)
+    assert before.stored == 1
+    assert [type(record) for record in effects.records] == [Reissued]
+    assert stats.reissued == {ReissueReason.LOST: 1}
+    assert (stats.leased, stats.claimed, stats.waiting) == (2, 1, 1)
+    assert stats.live == WeightsName(1, 1)
+
+
+def test_claim_survives_a_restart_until_its_owner_stays_silent() -> None:
+    driver = Driver().ready()
+    driver.claim()
+    driver.restart(100.0)
+    assert driver.insert(0) == "stored"
+
+    driver = Driver().ready()
+    driver.claim()
+    driver.restart(100.0)
+    driver.tick(6.1)
+    assert driver.core.stats(driver.now).waiting == 1
+
+
+def test_leased_groups_can_be_acked_after_a_restart_but_not_fetched() -> None:
+    driver = Driver().ready()
+    driver.store(2)
+    drawn = driver.draw(1, 0)
+    driver.restart()
+
+    assert driver.draw(1, 0) == drawn
+    refused = driver.ask(Fetch(incarnation=1, group_id=0, attempt=1), "t#1")
+    assert isinstance(refused, Error)
+    assert refused.code is ErrorCode.NOT_FOUND
+    assert isinstance(driver.ack(0, 1, [(0, 1), (1, 1)]), Ok)
+
+
+def test_lease_released_after_a_restart_is_lost_not_stored() -> None:
+    driver = Driver().ready()
+    driver.store(2)
+    driver.draw(1, 0)
+    driver.restart()
+    driver.trainer_beat()
+
+    stats = driver.core.stats(0.0)
+    assert (stats.stored, stats.waiting) == (0, 2)
+    assert stats.reissued == {ReissueReason.LOST: 2}
+
+
+def test_trainer_counts_as_alive_after_a_restart() -> None:
+    driver = Driver().ready()
+    driver.restart(100.0)
+
+    assert driver.start_trainer("t#2").code is ErrorCode.TRAINER_ALIVE
+
+
+def test_unfinished_publish_is_over_after_a_restart_unless_the_engine_has_it() -> None:
+    driver = Driver().ready()
+    driver.store(2)
+    driver.train(1, 0)
+    sequence = driver.announce(2, 1).publish_sequence
+    driver.restart()
+    driver.join()
+    driver.generator_beat(engine(weights=WeightsName(1, 0)))
+    watched = driver.core.empty_reply(Watch(seen=0, wait_s=1.0), "g#1")
+    waited = driver.ask(
+        WaitCell(
+            incarnation=1,
+            publish_sequence=sequence,
+            cell_id=0,
+            phase=CellPhase.BEGUN,
+            wait_s=1.0,
+        ),
+        "t#1",
+    )
+    assert watched.orders == []  # type: ignore[union-attr] # a watch reply, or the test fails
+    assert waited.phases == {"g/0#1": CellPhase.FAILED}  # type: ignore[union-attr] # see above
+    assert driver.draw(2, 1).wishes == ["g/0#1"]
+
+    driver.generator_beat(engine(weights=WeightsName(1, 1), publish_sequence=sequence))
+
+    assert driver.core.live == WeightsName(1, 1)
+
+
+def test_revisions_do_not_repeat_after_a_restart() -> None:
+    driver = Driver().ready()
+    seen = driver.core.empty_reply(Watch(seen=0, wait_s=1.0), "g#1").revision  # type: ignore[union-attr] # a watch reply
+    driver.restart(2.0)
+    driver.join()
+
+    assert driver.ask(Watch(seen=seen, wait_s=1.0)) is not None
+
+
+def test_fallback_reopens_tickets_that_were_forgotten() -> None:
+    driver = Driver(settings(remembered_tickets=1)).ready()
+    prompts = [ticket.prompt_index for _ in range(2) if (ticket := driver.claim())]
+    driver.insert(0)
+    driver.insert(1)
+    driver.train(1, 0)
+    driver.tick(6.1)
+    driver.start_trainer("t#2")
+    state = driver.core.state
+
+    waiting = [state.book.tickets[group_id] for group_id in (0, 1)]
+
+    assert [(ticket.attempt, ticket.prompt_index) for ticket in waiting] == [
+        (2, prompts[0]),
+        (2, prompts[1]),
+    ]
+
+
+def test_records_are_strict() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        decode_record(b'{"type":"Finished","incarnation":1,"reason":"","more":1}')
+    with pytest.raises(msgspec.DecodeError):
+        decode_record(b'{"type":"Fini')
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2, 7, 64, 1000])
+def test_prompt_order_is_a_permutation_of_each_epoch(num_prompts: int) -> None:
+    order = PromptOrder(seed=3, num_prompts=num_prompts)
+    epochs = [
+        [order.prompt_index(epoch * num_prompts + n) for n in range(num_prompts)]
+        for epoch in range(3)
+    ]
+
+    assert all(sorted(epoch) == list(range(num_prompts)) for epoch in epochs)
+    if num_prompts >= 64:
+        assert epochs[0] != epochs[1] != epochs[2]
+        assert epochs[0] != list(range(num_prompts))
+        other = PromptOrder(seed=4, num_prompts=num_prompts)
+        assert [other.prompt_index(n) for n in range(num_prompts)] != epochs[0]
+
+
+def test_empty_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_prompts"):
+        PromptOrder(seed=0, num_prompts=0)
+
+
+def test_window_counts_whole_steps() -> None:
+    assert settings(groups_per_step=3, pipeline_depth=2, max_groups=9).window == 9
+    assert isinstance(settings(), CoreSettings)
