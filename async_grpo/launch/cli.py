@@ -162,7 +162,7 @@ def _audit(args: argparse.Namespace) -> ExitCode:
     from async_grpo.analysis.audit import audit
 
     report = audit(args.run_dir)
-    print(json.dumps(report.to_json()) if args.json else str(report))
+    print(json.dumps(report.to_json()) if args.json else report.to_text())
     return ExitCode.OK if report.ok else ExitCode.OTHER
 
 
