@@ -7,6 +7,8 @@ import pytest
 
 from tests.contracts.engine.conftest import CONTEXT_LENGTH, VOCAB_SIZE, Subject, body_of
 
+pytestmark = pytest.mark.timeout(180)  # a process that imports torch on a busy machine
+
 
 def logprobs_of(reply: dict[str, Any]) -> list[float]:
     return [pair[0] for pair in reply["meta_info"]["output_token_logprobs"]]

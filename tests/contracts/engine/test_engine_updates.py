@@ -13,6 +13,7 @@ from async_grpo.weights.group import UpdateGroup, join_group, listen
 from tests.contracts.engine.conftest import CONTEXT_LENGTH, Subject, make_model
 
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.timeout(180)  # a process that imports torch on a busy machine
 _GROUP_NUMBERS = itertools.count()
 
 
