@@ -82,6 +82,9 @@ def audit(run_dir: Path) -> AuditReport:
         raise ConfigError(f"{directory.config} is missing: {run_dir} is no run directory")
     config = load_config(directory.config)
     problems: list[str] = []
+    # Of a running run: what was acknowledged by now must be in the ledger read next, and what that
+    # ledger holds was sent by the time the logs are read again.
+    acknowledged = _generator_lines(directory, [])
     reading = LedgerReading(
         groups_per_step=config.replay.groups_per_step,
         max_staleness=config.staleness.max_staleness,
@@ -92,13 +95,15 @@ def audit(run_dir: Path) -> AuditReport:
     problems += reading.problems
     steps = [line for _, line in read_lines(directory.steps, problems)]
     problems += check_steps(reading, steps)
-    logs: list[dict[str, Any]] = []
-    for path in directory.generator_logs():
-        logs += [line for _, line in read_lines(path, problems)]
     if not directory.generator_logs():
         problems.append(f"{directory.logs} holds no generator's log (*.groups.jsonl)")
-    problems += check_generators(reading, logs)
+    sent = _generator_lines(directory, problems)
+    problems += check_generators(reading, acknowledged=acknowledged, sent=sent)
     return _report(reading, problems)
+
+
+def _generator_lines(directory: RunDirectory, problems: list[str]) -> list[dict[str, Any]]:
+    return [line for path in directory.generator_logs() for _, line in read_lines(path, problems)]
 
 
 def read_lines(path: Path, problems: list[str]) -> list[tuple[int, dict[str, Any]]]:

@@ -69,25 +69,29 @@ def _compare(reading: LedgerReading, step: Step, line: Json) -> Iterable[str]:
                 yield f"group {key} has {name} {group[name]}, the ledger says {value}"
 
 
-def check_generators(reading: LedgerReading, lines: Iterable[Json]) -> list[str]:
-    """Differences between stored attempts and what generators say they sent.
+def check_generators(
+    reading: LedgerReading, *, acknowledged: Iterable[Json], sent: Iterable[Json]
+) -> list[str]:
+    """Differences between stored attempts and what generators say.
 
     A group that was sent need not be stored (the server died before it arrived).
+
+    Args:
+        reading: the ledger.
+        acknowledged: lines of the generators' logs, read before the ledger.
+        sent: the same, read after it.
     """
     problems: list[str] = []
-    sent: dict[Key, list[Any]] = defaultdict(list)
-    answered: set[Key] = set()
-    for line in lines:
+    token_counts: dict[Key, list[Any]] = defaultdict(list)
+    for line in sent:
         try:
-            key = (line["group_id"], line["attempt"])
             if line["event"] == "sent":
-                sent[key].append(line["num_tokens"])
-            elif line["event"] == "answered" and line["outcome"] in ("stored", "duplicate"):
-                answered.add(key)
+                key = (line["group_id"], line["attempt"])
+                token_counts[key].append(line["num_tokens"])
         except (KeyError, TypeError) as error:
             problems.append(f"generators: a line cannot be understood ({error!r})")
     for key, stored in reading.stored.items():
-        counts = sent.get(key, [])
+        counts = token_counts.get(key, [])
         if not counts:
             problems.append(f"generators: group {key} is stored in the ledger, nobody sent it")
         elif stored.num_tokens not in counts:
@@ -95,8 +99,14 @@ def check_generators(reading: LedgerReading, lines: Iterable[Json]) -> list[str]
                 f"generators: group {key} was sent with {counts} tokens, the ledger says "
                 f"{stored.num_tokens}"
             )
+    answered = {
+        (line.get("group_id"), line.get("attempt"))
+        for line in acknowledged
+        if line.get("event") == "answered" and line.get("outcome") in ("stored", "duplicate")
+    }
+    missing = [key for key in answered if key not in reading.stored]
     problems += [
         f"generators: group {key} was acknowledged as stored, the ledger does not have it"
-        for key in sorted(answered - set(reading.stored))
+        for key in sorted(missing, key=str)
     ]
     return problems
