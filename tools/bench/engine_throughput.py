@@ -4,9 +4,9 @@
 
 Both sides run the same random 0.2 M parameter model with the same sizes in a process of their own,
 one after the other, each warmed up first; the client of the HTTP side runs in this process. Prints
-one JSON line: tokens/s, CPU milliseconds per request of either side, and `ratio` (HTTP / bare
-tokens per second), `cpu_ratio` (the same
-per CPU second, steadier on a busy machine), `overhead_cpu_ms` (what HTTP, JSON and hand-over cost the server per request).
+one JSON line. `ratio` is HTTP over bare in tokens per second, `cpu_ratio` the same per CPU second
+(steadier on a busy machine), `overhead_cpu_ms` what HTTP, JSON and hand-over cost the server per
+request.
 """
 
 import argparse
