@@ -307,5 +307,5 @@ async def _log_generator_shares(config: Config) -> None:
         if peer.role is Role.GENERATOR and peer.status is not None and peer.status.seconds:
             seconds = peer.status.seconds
             total = sum(seconds.values())
-            share = seconds.get("working", 0.0) / total
-            logger.info("%s: working %.0f %% of %.1f s", peer.name, 100 * share, total)
+            share = seconds.get("generating", 0.0) / total
+            logger.info("%s: generating %.0f %% of %.1f s", peer.name, 100 * share, total)

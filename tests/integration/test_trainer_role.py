@@ -1,0 +1,121 @@
+"""The trainer role's refusals, and how it ends when it has to."""
+
+import asyncio
+import json
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_grpo.config.policy import PolicySection
+from async_grpo.config.run_directory import RunDirectory
+from async_grpo.errors import ConfigError, PeerLost
+from async_grpo.replay.server import ReplayServer
+from async_grpo.roles import trainer
+from async_grpo.training.feed import LoopThread
+from async_grpo.types import Rollout, RolloutGroup, Segment
+from tests.fakes.replay_harness import at_address, replay_config
+from tests.fakes.scripted_generator import ScriptedGenerator
+from tests.fakes.tiny_policy import random_groups, tiny_module
+
+
+@pytest.fixture
+def loop():
+    thread = LoopThread("others")
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def box(loop):
+    """The server and the generator of the test; stopped at its end."""
+    content = {}
+    yield content
+    loop.call(stop(content))
+
+
+@pytest.fixture
+def config(tmp_path):
+    tiny_module(dtype=torch.float32).save_pretrained(tmp_path / "model")
+    base = replay_config(tmp_path / "run", group_size=3, num_tokens=8, heartbeat_s=0.1)
+    return replace(
+        base,
+        policy=PolicySection(model=str(tmp_path / "model")),
+        metrics=replace(base.metrics, tensorboard=False),
+    )
+
+
+async def serve(config, box, group_for=None):
+    box["server"] = ReplayServer(config)
+    box["serving"] = asyncio.create_task(box["server"].serve())
+    there = at_address(config, box["server"].address)
+    if group_for is not None:
+        box["generator"] = ScriptedGenerator(there, group_for)
+        box["generating"] = asyncio.create_task(box["generator"].run())
+    return there
+
+
+async def stop(box):
+    if "generating" in box:
+        box["generating"].cancel()
+        await asyncio.gather(box["generating"], return_exceptions=True)
+    box["server"].stop("the test is over")
+    await asyncio.wait_for(box["serving"], 10)
+    box["server"].close()
+
+
+def group_for(ticket, weights):
+    (template,) = random_groups(1, 3, seed=ticket.group_id, max_tokens=8)
+    rollouts = []
+    for rollout in template.rollouts:
+        (sequence,) = rollout.sequences
+        sequence.segments = [Segment(weights, sequence.num_tokens)]
+        rollouts.append(Rollout([sequence], rollout.reward))
+    return RolloutGroup(ticket.group_id, ticket.attempt, ticket.prompt_index, rollouts)
+
+
+def test_a_port_that_is_not_known_is_refused(config):
+    with pytest.raises(ConfigError, match=r"replay\.address"):
+        trainer.main(config)
+
+
+def test_more_than_one_rank_is_refused(config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 trainer ranks"):
+        trainer.main(at_address(config, "tcp://127.0.0.1:1"))
+
+
+def test_no_generator_ends_the_run_by_the_progress_deadline(config, loop, box):
+    there = loop.call(serve(config, box))
+    there = replace(there, run=replace(there.run, no_progress_timeout_s=2.0))
+    with pytest.raises(PeerLost, match="handed out no groups"):
+        trainer.main(there)
+
+
+def test_sigterm_ends_after_the_step_and_leaves_cleanly(config, loop, box):
+    there = loop.call(serve(config, box, group_for))
+    steps = RunDirectory(config_root(config)).steps
+
+    def terminate_after_two_steps():
+        while not steps.exists() or len(steps.read_text().splitlines()) < 2:
+            waiting.wait(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+    waiting = threading.Event()
+    thread = threading.Thread(target=terminate_after_two_steps, daemon=True)
+    thread.start()
+    trainer.main(there)  # returns
+    thread.join(10)
+    lines = [json.loads(line) for line in steps.read_text().splitlines()]
+    assert 2 <= len(lines) < there.run.num_train_steps
+    metrics = RunDirectory(config_root(config)).metrics.read_text().splitlines()
+    assert len(metrics) == len(lines)
+    assert all(line["max_staleness"] <= there.staleness.max_staleness for line in lines)
+    assert not RunDirectory(config_root(config)).final_model.exists()
+
+
+def config_root(config):
+    return Path(config.run.output_dir)
