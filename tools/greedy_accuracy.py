@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from async_grpo.config.load import load_config
 from async_grpo.config.run_directory import RunDirectory
@@ -36,6 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
     final = RunDirectory(Path(config.run.output_dir)).final_model
+    disable_progress_bar()
     torch.set_num_threads(config.trainer.threads)
     prompts = held_out_prompts(config, args.num_prompts)
     print(f"accuracy on {len(prompts)} held-out prompts of task {config.task.name}")
