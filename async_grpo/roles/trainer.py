@@ -55,6 +55,7 @@ def main(config: Config) -> None:
             "server listens on (it writes its address to replay/address in the run directory)"
         )
     with ExitStack() as stack:
+        sigterm = stack.enter_context(_Sigterm())
         stack.enter_context(_one_rank())
         loop = LoopThread("replay-client")
         stack.callback(loop.close)
@@ -62,7 +63,40 @@ def main(config: Config) -> None:
         trainer = _load(config)
         client = loop.call(_connect(config))
         stack.callback(lambda: loop.call(client.close()))
-        _train(config, trainer, client, loop, clock)
+        _train(config, trainer, client, loop, clock, sigterm)
+
+
+class _Terminated(Exception):  # noqa: N818 -- not an error: it ends the start-up
+    """SIGTERM came before the first draw."""
+
+
+class _Sigterm:
+    """What SIGTERM does: end the start-up, or the run after the step under way.
+
+    Handles nothing outside the main thread, where Python allows no handlers.
+    """
+
+    def __init__(self) -> None:
+        self.request_stop: Callable[[], None] | None = None
+        """set once there are steps to finish"""
+        self._before: Any = None
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self.request_stop is None:
+            raise _Terminated
+        self.request_stop()
+
+    def __enter__(self) -> "_Sigterm":
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+        if kind is _Terminated:
+            logger.info("SIGTERM before the first step")
+        return kind is _Terminated
 
 
 @dataclass(slots=True)
@@ -121,7 +155,11 @@ def _own_store() -> Any:
 
 async def _connect(config: Config) -> TrainerClient:
     client = TrainerClient(config)
-    await client.connect()
+    try:
+        await client.connect()
+    except BaseException:
+        await client.close()
+        raise
     return client
 
 
@@ -131,6 +169,7 @@ def _train(
     client: TrainerClient,
     loop: LoopThread,
     clock: StateClock,
+    sigterm: _Sigterm,
 ) -> None:
     """The whole run after loading."""
     directory = RunDirectory(Path(config.run.output_dir))
@@ -157,7 +196,7 @@ def _train(
         stack.callback(publisher.close)
         stack.callback(loop.cancel_calls)
         stack.callback(feed.close)
-        stack.enter_context(_stop_on_sigterm(feed.request_stop))
+        sigterm.request_stop = feed.request_stop
         board = directory.tensorboard if config.metrics.tensorboard else None
         writer = stack.enter_context(MetricsWriter(directory.metrics, board))
         witness = stack.enter_context(StepWitness(directory.steps))
@@ -269,23 +308,6 @@ class _Steps:
             version + 1, values["reward/mean"], values["staleness/mean"], values["staleness/max"],
             values["tokens/trained_per_s"], values["grad_norm"],
         )  # fmt: skip
-
-
-@contextmanager
-def _stop_on_sigterm(request_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM ends the run after the step under way. Only the main thread may handle signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        request_stop()
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _wall(clock: StateClock) -> float:

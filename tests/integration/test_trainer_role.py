@@ -59,6 +59,8 @@ async def serve(config, box, group_for=None):
 
 
 async def stop(box):
+    if "server" not in box:
+        return
     if "generating" in box:
         box["generating"].cancel()
         await asyncio.gather(box["generating"], return_exceptions=True)
@@ -93,6 +95,16 @@ def test_no_generator_ends_the_run_by_the_progress_deadline(config, loop, box):
     there = replace(there, run=replace(there.run, no_progress_timeout_s=2.0))
     with pytest.raises(PeerLost, match="handed out no groups"):
         trainer.main(there)
+
+
+def test_sigterm_while_it_waits_for_a_server_ends_it_cleanly(config, tmp_path):
+    nobody = at_address(config, f"ipc://{tmp_path}/nobody")
+    timer = threading.Timer(
+        2.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM)
+    )
+    timer.start()
+    trainer.main(nobody)  # returns
+    timer.join()
 
 
 def test_sigterm_ends_after_the_step_and_leaves_cleanly(config, loop, box):
