@@ -109,13 +109,14 @@ class Sampler:
                     sampled = await self._sample_on(engine, request, rid)
                 if await engine.cleared():
                     return sampled
-                problem = f"engine {engine.engine_id} failed the probe of its update"
+                problem = f"engine {engine.engine_id} was lost, or failed the probe of its update"
             except GenerationError as error:
                 if not error.retryable or attempt + 1 == MAX_TRIES:
                     raise
                 problem = str(error)
             self.num_retries += 1
-            logger.info("request %s is sampled again: %s", rid, problem)
+            # the slot says once why an engine was lost; its many requests need not
+            logger.debug("request %s is sampled again: %s", rid, problem)
             await asyncio.sleep(backoff_s)
             backoff_s *= 2
             place = self._router.enqueue(placement, first=True)
@@ -174,7 +175,7 @@ class Sampler:
         try:
             await engine.client.abort(rid)
         except GenerationError as error:
-            logger.info("could not abort %s: %s", rid, error)
+            logger.debug("could not abort %s: %s", rid, error)
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
