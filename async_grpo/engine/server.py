@@ -5,7 +5,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from async_grpo.config.schema import Config
 from async_grpo.engine.embedded import EmbeddedEngine
-from async_grpo.engine.model import load_model
+from async_grpo.engine.model import LoadedModel, load_model
 from async_grpo.engine.routes import make_app
 from async_grpo.errors import GenerationError
 
@@ -33,14 +33,21 @@ def main(config: Config, *, port: int) -> None:
     """
     torch.set_num_threads(config.engine.threads)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
-    asyncio.run(_serve(config, port))
+    asyncio.run(serve(config, load_model(config), port=port, announce=_print_url))
 
 
-async def _serve(config: Config, port: int) -> None:
+async def serve(
+    config: Config, model: LoadedModel, *, port: int, announce: Callable[[str], None]
+) -> None:
+    """Serve `model` until SIGTERM; `announce` gets the URL once it listens.
+
+    Raises:
+        GenerationError: the batching loop died, or the port cannot be bound.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    engine = EmbeddedEngine(config, load_model(config))
+    engine = EmbeddedEngine(config, model)
     engine.start()
     runner = web.AppRunner(
         make_app(engine), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
@@ -55,9 +62,8 @@ async def _serve(config: Config, port: int) -> None:
                 f"cannot listen on {host}:{port}: {error}", retryable=False
             ) from error
         url = f"http://{host}:{runner.addresses[0][1]}"
-        sys.stdout.write(json.dumps({"url": url}) + "\n")
-        sys.stdout.flush()
-        logger.info("engine serves %s at %s", config.policy.model, url)
+        logger.info("engine serves %s at %s", model.path, url)
+        announce(url)
         await _first(stop.wait(), engine.died.wait())
         if engine.failure:
             raise GenerationError(engine.failure, retryable=False)
@@ -65,6 +71,11 @@ async def _serve(config: Config, port: int) -> None:
         await runner.cleanup()
         engine.stop()
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _print_url(url: str) -> None:
+    sys.stdout.write(json.dumps({"url": url}) + "\n")
+    sys.stdout.flush()
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from async_grpo.config.load import load_config
+from async_grpo.engine import server
 from async_grpo.engine.admission import RequestRefused
 from async_grpo.engine.embedded import EmbeddedEngine
 from async_grpo.engine.model import LoadedModel, load_model
 from async_grpo.engine_api import GenerateRequest, SamplingParams
-from async_grpo.errors import ConfigError
+from async_grpo.errors import ConfigError, GenerationError
 from tests.contracts.engine.conftest import serve
 
 pytestmark = pytest.mark.timeout(180)  # a process that imports torch on a busy machine
@@ -56,6 +57,21 @@ async def test_a_dead_batching_loop_is_reported(config_path: Path) -> None:
             assert refused.value.status == 503
     finally:
         engine.stop()
+
+
+async def test_the_server_ends_with_an_error_when_decoding_dies(config_path: Path) -> None:
+    announced = asyncio.get_running_loop().create_future()
+    config, model = load_config(config_path), failing_model(config_path)
+    serving = asyncio.create_task(
+        server.serve(config, model, port=0, announce=announced.set_result)
+    )
+    body = {"input_ids": [3], "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
+    async with aiohttp.ClientSession(await announced) as http:
+        async with http.post("/generate", json=body) as reply:
+            assert reply.status >= 500
+            assert "this model fails" in (await reply.json())["error"]["message"]
+        with pytest.raises(GenerationError, match="this model fails"):
+            await asyncio.wait_for(serving, 10)
 
 
 async def test_seeded_engines_sample_the_same_and_others_differ(config_path: Path) -> None:
