@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from async_grpo.replay.core.core import ReplayCore
 from async_grpo.replay.core.tickets import OPEN
-from tests.simulation.actors import GeneratorProcess, TrainerProcess
+from tests.simulation.generator_process import GeneratorProcess
 from tests.simulation.schedule import schedule_of
+from tests.simulation.trainer_process import TrainerProcess
 from tests.simulation.world import Process, World
 
 PATIENCE_S = 400.0
@@ -106,7 +107,7 @@ class Run:
 
     def _restart(self, process: Process) -> None:
         """A process has ended: start it again, as a supervisor would."""
-        self.world.after(self.world.rng.uniform(0.1, 6.0), self._start, process.name)
+        self.world.after(self.world.rng.uniform(0.1, 4.0), self._start, process.name)
 
     def _plan_fault(self) -> None:
         gap = self.world.rng.expovariate(1 / self.schedule.mean_fault_gap_s)

@@ -9,8 +9,8 @@ from tests.simulation.mutants import MUTANTS
 from tests.simulation.run import Run, simulate
 
 NUM_SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "5000"))
-NUM_SLICES = 10
-WITHIN = 600
+NUM_SLICES = 25
+WITHIN = 1000
 """schedules in which every planted bug must show"""
 
 

@@ -164,8 +164,9 @@ class Process:
         if call is None:
             return
         self.world.send(self, self.world.server.receive, self, number, call.request)
-        wait_s: float = getattr(call.request, "wait_s", 0.0)
-        self.world.after(wait_s + RETRY_S, self._transmit, number)
+        if self.world.faulty or self.world.server.core is None:  # else nothing is ever lost
+            wait_s: float = getattr(call.request, "wait_s", 0.0)
+            self.world.after(wait_s + RETRY_S, self._transmit, number)
 
     def on_reply(self, number: int, reply: Reply) -> None:
         """A reply arrives; only the first to a request counts."""
@@ -300,6 +301,7 @@ class Server:
         if effects.records or effects.changed:
             self.finished = bool(core.state.versions.finished)
             core.check_invariants()
+        if effects.records:
             world.shadow.compare(core.stats(world.now))
             if not isinstance(event, Received) or not isinstance(event.request, Insert):
                 self._check_payloads()
