@@ -10,9 +10,7 @@ or the death of the batching thread; a held one also needs `resume` or `end_upda
 
 import asyncio
 import logging
-import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +20,8 @@ from async_grpo.config.schema import Config
 from async_grpo.engine.admission import Limits, RequestRefused
 from async_grpo.engine.batching import Batching, Sampled
 from async_grpo.engine.model_thread import ModelThread
-from async_grpo.engine.replies import ABORTED, make_reply
+from async_grpo.engine.pending import Pending
+from async_grpo.engine.replies import ABORTED
 from async_grpo.engine.weight_loader import WeightLoader
 from async_grpo.engine_api import (
     DestroyGroupRequest,
@@ -49,19 +48,6 @@ no completion is ever tagged with weights it was not sampled under."""
 _STOP_TIMEOUT_S = 5.0
 
 
-@dataclass(eq=False)
-class _Pending:
-    """One unfinished request."""
-
-    key: str
-    request: GenerateRequest
-    eos_token_ids: frozenset[int]
-    received_s: float
-    done: asyncio.Future[GenerateReply]
-    prompt_logprobs: list[float] | None = None
-    """of ids 1..; None until they are computed, or if they were not asked for"""
-
-
 class EmbeddedEngine:
     """`engine.routes.EngineBackend` over transformers. Event-loop thread only.
 
@@ -82,11 +68,12 @@ class EmbeddedEngine:
             on_finished=self._finished,
             on_death=self._died,
         )
-        self._pending: dict[str, _Pending] = {}
-        self._rids: dict[str, _Pending] = {}
-        self._held: list[_Pending] = []
-        self._to_abort: list[_Pending] = []
+        self._pending: dict[str, Pending] = {}
+        self._rids: dict[str, Pending] = {}
+        self._held: list[Pending] = []
+        self._to_abort: list[Pending] = []
         self._aborting: asyncio.Task[None] | None = None
+        self._going_on: set[asyncio.Task[None]] = set()
         self._num_requests = 0
         self._paused = False
         self._session_open = False
@@ -139,20 +126,23 @@ class EmbeddedEngine:
         except asyncio.CancelledError:
             self._abort_soon([pending])  # the client has gone
             raise
+        except RequestRefused:
+            self._pending.pop(pending.key, None)
+            raise
         finally:
-            self._rids.pop(pending.request.rid or pending.key, None)
+            self._rids.pop(pending.rid, None)
 
     async def abort(self, rid: str) -> None:
         """End one request."""
         if pending := self._rids.get(rid):
-            await self._abort_soon([pending])
+            await asyncio.shield(self._abort_soon([pending]))
 
     async def abort_all(self) -> None:
         """End all requests."""
         if self._pending:
-            await self._abort_soon(list(self._pending.values()))
+            await asyncio.shield(self._abort_soon(list(self._pending.values())))
 
-    def _admit(self, request: GenerateRequest) -> _Pending:
+    def _admit(self, request: GenerateRequest) -> Pending:
         if self._failure:
             raise RequestRefused(self._failure, status=503)
         self._num_requests += 1
@@ -164,22 +154,25 @@ class EmbeddedEngine:
         eos = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             eos |= frozenset(self._model.eos_token_ids)
-        pending = _Pending(
-            key, request, eos, time.monotonic(), asyncio.get_running_loop().create_future()
-        )
+        pending = Pending(key, request, eos, asyncio.get_running_loop().create_future())
         self._pending[key] = self._rids[rid] = pending
         return pending
 
-    async def _submit(self, pending: _Pending) -> None:
+    async def _submit(self, pending: Pending) -> None:
         request = pending.request
         if request.return_logprob and request.logprob_start_len == 0:
-            # Under one pause, so that both are of the same weights.
-            await self._thread.run(self._score_and_enqueue, pending)
+            try:
+                await self._thread.run(self._score_and_enqueue, pending)
+            except RuntimeError as error:  # decoding has ended
+                raise RequestRefused(str(error), status=503) from error
         else:
             self._enqueue(pending)
 
-    def _score_and_enqueue(self, pending: _Pending) -> None:
-        """Model thread: log-probs of the prompt by a plain forward, then queue the request."""
+    def _score_and_enqueue(self, pending: Pending) -> None:
+        """Model thread: log-probs of the prompt by a plain forward, then queue the request.
+
+        Under one pause, so that both are of the same weights.
+        """
         ids = torch.tensor([pending.request.input_ids], device=self._model.device)
         with self._batching.pause(), torch.inference_mode():
             logits = self._model.module(input_ids=ids, use_cache=False).logits[0, :-1].float()
@@ -187,7 +180,7 @@ class EmbeddedEngine:
             pending.prompt_logprobs = chosen[:, 0].tolist()
             self._enqueue(pending)
 
-    def _enqueue(self, pending: _Pending) -> None:
+    def _enqueue(self, pending: Pending) -> None:
         params = pending.request.sampling_params
         accepted = self._batching.submit(
             pending.key,
@@ -200,33 +193,10 @@ class EmbeddedEngine:
             raise RequestRefused(self._failure or "the engine is stopping", status=503)
 
     def _finished(self, key: str, sampled: Sampled) -> None:
-        if (pending := self._pending.pop(key, None)) is None or pending.done.done():
-            return  # aborted before
-        if sampled.error is not None:
-            pending.done.set_exception(RequestRefused(sampled.error, status=500))
-        else:
-            self._answer(pending, sampled)
+        if pending := self._pending.pop(key, None):  # else aborted before
+            pending.answer(sampled)
 
-    def _answer(
-        self, pending: _Pending, sampled: Sampled, finish: dict[str, str] | None = None
-    ) -> None:
-        try:
-            reply = make_reply(
-                pending.request,
-                sampled,
-                rid=pending.request.rid or pending.key,
-                eos_token_ids=pending.eos_token_ids,
-                prompt_logprobs=pending.prompt_logprobs,
-                latency_s=time.monotonic() - pending.received_s,
-                finish_reason=finish,
-            )
-        except ValueError as error:  # ids and log-probs differ in number
-            logger.exception("no reply to request %s", pending.key)
-            pending.done.set_exception(RequestRefused(str(error), status=500))
-        else:
-            pending.done.set_result(reply)
-
-    def _abort_soon(self, requests: list[_Pending]) -> "asyncio.Task[None]":
+    def _abort_soon(self, requests: list[Pending]) -> "asyncio.Task[None]":
         """Abort; requests that come meanwhile share the next pause."""
         self._to_abort += requests
         if self._aborting is None or self._aborting.done():
@@ -247,9 +217,7 @@ class EmbeddedEngine:
             nothing = Sampled([], [], self._batching.version, [])
             for pending in batch:
                 self._pending.pop(pending.key, None)
-                if not pending.done.done():
-                    sampled = partial.get(pending.key, nothing)
-                    self._answer(pending, sampled, ABORTED)
+                pending.answer(partial.get(pending.key, nothing), ABORTED)
 
     def _cancel(self, keys: list[str]) -> dict[str, Sampled]:
         with self._batching.pause():
@@ -329,12 +297,16 @@ class EmbeddedEngine:
             )
         if request.abort_all_requests:
             raise RequestRefused("abort_all_requests=true is not supported; call /abort_request")
-        await self._thread.run(self._loader.load, request)
-        self._unversioned_load = request.weight_version is None
-        if request.weight_version is not None:
-            await self._thread.run(self._batching.switch_version, request.weight_version)
+        await self._thread.run(self._load, request)
         if request.flush_cache and self._pending:
             raise RequestRefused("Weights were updated, but the cache was not flushed")
+
+    def _load(self, request: UpdateFromDistributedRequest) -> None:
+        """Model thread. One job: a client that gives up must not leave new weights unnamed."""
+        self._loader.load(request)
+        self._unversioned_load = request.weight_version is None
+        if request.weight_version is not None:
+            self._batching.switch_version(request.weight_version)
 
     async def init_group(self, request: InitGroupRequest) -> None:
         """Join an update group."""
@@ -353,25 +325,30 @@ class EmbeddedEngine:
 
     async def _release(self, was_stopped: bool) -> None:
         if was_stopped and not self._stopped:
-            await self._thread.run(self._pause.close)
-            held, self._held = self._held, []
-            for pending in held:
-                await self._submit_held(pending)
+            going_on = asyncio.create_task(self._go_on())
+            self._going_on.add(going_on)
+            going_on.add_done_callback(self._going_on.discard)
+            await asyncio.shield(going_on)  # held requests go on though the caller gave up
 
-    async def _submit_held(self, pending: _Pending) -> None:
+    async def _go_on(self) -> None:
+        await self._thread.run(self._pause.close)
+        held, self._held = self._held, []
+        for pending in held:
+            await self._submit_held(pending)
+
+    async def _submit_held(self, pending: Pending) -> None:
         if self._stopped:  # again, while the one before was submitted
             self._held.append(pending)
         elif not pending.done.done():
             try:
                 await self._submit(pending)
             except RequestRefused as refused:
-                pending.done.set_exception(refused)
+                pending.fail(refused)
 
     def _died(self, reason: str) -> None:
         logger.error("%s", reason)
         self._failure = reason
         for pending in self._pending.values():
-            if not pending.done.done():
-                pending.done.set_exception(RequestRefused(reason, status=503))
+            pending.fail(RequestRefused(reason, status=503))
         self._pending.clear()
         self.died.set()
