@@ -66,8 +66,8 @@ def main(config: Config) -> None:
         _train(config, trainer, client, loop, clock, sigterm)
 
 
-class _Terminated(Exception):  # noqa: N818 -- not an error: it ends the start-up
-    """SIGTERM came before the first draw."""
+class _Terminated(BaseException):
+    """SIGTERM came before the first draw. No Exception: libraries that load models catch those."""
 
 
 class _Sigterm:
