@@ -125,6 +125,7 @@ class Supervisor:
         command = self._commands.prepare
         if command is None:
             return True
+        self._say("making the initial model (policy.maker)")
         process = self._start(command)
         code = await process.wait()
         del self._processes[command.name]
