@@ -13,7 +13,8 @@ class LaunchSection:
     num_generators: int = 1
     """Generators on this machine."""
     max_restarts: int = 3
-    """Restarts of each generator and of the replay server."""
+    """Restarts of each generator, of the replay server and of the trainer, which goes on from its
+    last checkpoint."""
     status_s: float = 5.0
     """Interval of the status line."""
     shutdown_timeout_s: float = 10.0

@@ -1,11 +1,10 @@
 """Keeps the roles of one run alive on one machine, and ends them together.
 
     who                     waits for                    unblocked by / at the latest
-    run                     the first reason to end      trainer's exit, a used-up restart budget,
-                                                         SIGINT, SIGTERM
+    run                     the first reason to end      the trainer's end, a used-up restart
+                                                         budget, SIGINT, SIGTERM
     _start_replay           the bound address            the file, the server's exit / START_S
-    _keep(role)             the role's exit              pidfd
-    _watch_trainer          the trainer's exit           pidfd; its own no_progress_timeout_s
+    _keep(role)             the role's exit              pidfd; the trainer's no_progress_timeout_s
     _stop                   everyone's exit              pidfd, a second Ctrl-C / shutdown_timeout_s
 
 The first reason wins; everything after it is part of stopping. Knows the roles by their commands
@@ -114,10 +113,8 @@ class Supervisor:
         for command in self._commands.others(self._address):
             self._start(command)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch_trainer())
             for name in self._processes:
-                if name != TRAINER:
-                    group.create_task(self._keep(name))
+                group.create_task(self._keep(name))
             if self._beside is not None:
                 group.create_task(self._beside(self._address))
 
@@ -159,7 +156,7 @@ class Supervisor:
         return process
 
     async def _keep(self, name: str) -> None:
-        """Restart a generator or the replay server, within its budget."""
+        """Restart a role that died, within its budget; the trainer goes on from a checkpoint."""
         while True:
             process = self._processes[name]
             code = await process.wait()
@@ -167,7 +164,7 @@ class Supervisor:
                 await self._stopped_by_itself(name)
                 return
             used = self._restarts.get(name, 0)
-            if code == ExitCode.CONFIG or used >= self._settings.max_restarts:
+            if code in _final_codes(name) or used >= self._settings.max_restarts:
                 self._fail(process, code, _passed_on(code))
                 return
             self._restarts[name] = used + 1
@@ -181,20 +178,15 @@ class Supervisor:
     async def _stopped_by_itself(self, name: str) -> None:
         """A clean exit: the run is over, or somebody stopped this role; then others starve."""
         generators = [each for each in self._processes if each not in {REPLAY, TRAINER}]
+        if name == TRAINER:
+            self._end(ExitCode.OK, "the trainer is done")
+            return
         needed = name == REPLAY or not any(self._processes[each].running for each in generators)
         if not needed:
             self._say(f"{name} has stopped; the run goes on without it")
             return
         await asyncio.sleep(self._settings.shutdown_timeout_s)
         self._end(ExitCode.PEER, f"{name} was stopped while the trainer still runs")
-
-    async def _watch_trainer(self) -> None:
-        process = self._processes[TRAINER]
-        code = await process.wait()
-        if code == ExitCode.OK:
-            self._end(ExitCode.OK, "the trainer is done")
-        else:
-            self._fail(process, code, _passed_on(code))
 
     def _interrupt(self) -> None:
         if self._ended.is_set():
@@ -232,6 +224,16 @@ class Supervisor:
             names = ", ".join(process.name for process in everyone if process.running)
             self._say(f"still there {KILL_S:.0f} s after SIGKILL: {names}")
         return in_order
+
+
+def _final_codes(name: str) -> tuple[ExitCode, ...]:
+    """Exit codes after which a restart would only end the same way.
+
+    A trainer that ends with PEER has waited its own, long deadline for the other roles.
+    """
+    if name == TRAINER:
+        return ExitCode.CONFIG, ExitCode.PEER, ExitCode.NUMERICS
+    return (ExitCode.CONFIG,)
 
 
 def _passed_on(code: int) -> ExitCode:

@@ -118,7 +118,7 @@ async def test_a_finished_trainer_ends_the_run_in_order(fake: FakeRun) -> None:
 
 @pytest.mark.parametrize(
     ("status", "expected"),
-    [(1, ExitCode.PEER), (2, ExitCode.CONFIG), (3, ExitCode.PEER), (4, ExitCode.NUMERICS)],
+    [(2, ExitCode.CONFIG), (3, ExitCode.PEER), (4, ExitCode.NUMERICS)],
 )
 async def test_a_failed_trainer_names_itself_and_passes_its_code_on(
     fake: FakeRun, status: int, expected: ExitCode
@@ -128,15 +128,28 @@ async def test_a_failed_trainer_names_itself_and_passes_its_code_on(
     assert outcome.code is expected
     assert f"trainer ended with exit code {status}" in outcome.cause
     assert "the loss is not finite" in outcome.log_tail
+    assert outcome.restarts == {}
 
 
-async def test_a_killed_trainer_ends_the_run_with_3(fake: FakeRun) -> None:
+async def test_a_killed_trainer_is_restarted(fake: FakeRun) -> None:
     supervisor = fake.supervisor()
     task = await started(supervisor, "trainer", "generator-0")
     supervisor.processes["trainer"].kill()
+    await until(lambda: up(supervisor, "trainer", times=2))
+    supervisor.processes["trainer"].terminate()
     outcome = await task
+    assert (outcome.code, outcome.cause) == (ExitCode.OK, "the trainer is done")
+    assert outcome.restarts == {"trainer": 1}
+    assert fake.said == ["trainer was killed by SIGKILL; restart 1 of 2"]
+
+
+async def test_a_trainer_that_always_dies_ends_the_run_with_3(fake: FakeRun) -> None:
+    fake.trainer = "raise SystemExit('out of memory')"
+    outcome = await fake.supervisor(max_restarts=1).run()
     assert outcome.code is ExitCode.PEER
-    assert "trainer was killed by SIGKILL" in outcome.cause
+    assert "trainer ended with exit code 1" in outcome.cause
+    assert "out of memory" in outcome.log_tail
+    assert outcome.restarts == {"trainer": 1}
 
 
 async def test_a_killed_generator_is_restarted(fake: FakeRun) -> None:
