@@ -20,6 +20,7 @@ from async_grpo.replay_parts import (
     Dataset,
     EndStats,
     EngineStatus,
+    EvalResult,
     GeneratedStats,
     GroupSummary,
     LeasedGroup,
@@ -32,7 +33,7 @@ from async_grpo.replay_parts import (
 )
 from async_grpo.types import DropReason, InsertOutcome, Ticket, WeightsName
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Raised by every change of a message or of the group codec; peers must agree on it."""
 
 
@@ -165,6 +166,16 @@ class End(Message, frozen=True, kw_only=True, tag="End"):
     reason: DropReason
     detail: str = ""
     stats: EndStats = EndStats()
+
+
+class Evaluated(Message, frozen=True, kw_only=True, tag="Evaluated"):
+    """An eval ticket was sampled and scored. Idempotent by (group_id, attempt)."""
+
+    reply: ClassVar[type[Message]] = EndReply
+    group_id: int
+    attempt: int
+    stats: EndStats
+    weights_tokens: list[tuple[WeightsName, int]]
 
 
 class WatchReply(Message, frozen=True, kw_only=True, tag="WatchReply"):
@@ -339,6 +350,21 @@ class AbortCell(Message, frozen=True, kw_only=True, tag="AbortCell"):
     reason: str
 
 
+class EvaluationsReply(Message, frozen=True, kw_only=True, tag="EvaluationsReply"):
+    """Results of finished evaluation rounds, oldest first."""
+
+    results: list[EvalResult] = []
+
+
+class WaitEvaluations(Message, frozen=True, kw_only=True, tag="WaitEvaluations"):
+    """Long poll until more than `seen` evaluation rounds of the run have finished."""
+
+    reply: ClassVar[type[Message]] = EvaluationsReply
+    incarnation: int
+    seen: int
+    wait_s: float
+
+
 class Leave(Message, frozen=True, kw_only=True, tag="Leave"):
     """A clean goodbye: claims are reissued, leases released at once."""
 
@@ -382,6 +408,11 @@ class StatsReply(Message, frozen=True, kw_only=True, tag="StatsReply"):
     max_bytes: int
     peers: list[PeerView]
     finished: str = ""
+    eval_tickets: int = 0
+    """= evaluated + failed + open; in no figure above"""
+    eval_evaluated: int = 0
+    eval_failed: int = 0
+    eval_open: int = 0
 
 
 class Stats(Message, frozen=True, kw_only=True, tag="Stats"):
@@ -396,6 +427,7 @@ Request = (
     | Credit
     | Insert
     | End
+    | Evaluated
     | Watch
     | EnginePhase
     | GeneratorHeartbeat
@@ -408,6 +440,7 @@ Request = (
     | OpenCell
     | WaitCell
     | AbortCell
+    | WaitEvaluations
     | Leave
     | Finish
     | Stats
@@ -427,5 +460,6 @@ Reply = (
     | FetchReply
     | AnnounceReply
     | WaitCellReply
+    | EvaluationsReply
     | StatsReply
 )

@@ -109,6 +109,21 @@ class GeneratedStats(Struct, frozen=True, kw_only=True):
     dropped_tokens: dict[DropReason, int] = {}
 
 
+class EvalResult(Struct, frozen=True, kw_only=True):
+    """What one evaluation round came to."""
+
+    weights: WeightsName
+    """live when the round was opened"""
+    num_evaluated: int = 0
+    """prompts"""
+    num_failed: int = 0
+    num_completions: int = 0
+    num_tokens: int = 0
+    reward_sum: float = 0.0
+    weights_tokens: list[tuple[WeightsName, int]] = []
+    """sampled tokens by the weights that sampled them: generation goes on through updates"""
+
+
 class CellEngine(Struct, frozen=True, kw_only=True):
     """One engine of a cell and its ranks [rank_offset, rank_offset + tp_size) in the group."""
 

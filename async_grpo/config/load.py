@@ -117,6 +117,7 @@ _AGREED: dict[str, tuple[str, ...]] = {
     "staleness": (),
     "algorithm": (),
     "weights": ("host",),
+    "eval": (),
 }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from async_grpo.config.algorithm import AlgorithmSection
 from async_grpo.config.engine import EngineSection
+from async_grpo.config.eval import EvalSection
 from async_grpo.config.generation import GenerationSection
 from async_grpo.config.launch import LaunchSection
 from async_grpo.config.metrics import MetricsSection
@@ -35,5 +36,6 @@ class Config:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     trainer: TrainerSection = field(default_factory=TrainerSection)
     weights: WeightsSection = field(default_factory=WeightsSection)
+    eval: EvalSection = field(default_factory=EvalSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     launch: LaunchSection = field(default_factory=LaunchSection)

@@ -19,6 +19,7 @@ from async_grpo.replay_api import (
     EnginePhase,
     Error,
     ErrorCode,
+    Evaluated,
     Fetch,
     Finish,
     GeneratorHeartbeat,
@@ -32,6 +33,7 @@ from async_grpo.replay_api import (
     Stats,
     TrainerHeartbeat,
     WaitCell,
+    WaitEvaluations,
     Watch,
 )
 from async_grpo.replay_parts import Role
@@ -39,11 +41,11 @@ from async_grpo.replay_parts import Role
 _EVERYONE: frozenset[type[Message]] = frozenset({Leave, Stats})
 _ALLOWED: dict[Role, frozenset[type[Message]]] = {
     Role.GENERATOR: _EVERYONE
-    | {Claim, Credit, Insert, End, Watch, EnginePhase, GeneratorHeartbeat},
+    | {Claim, Credit, Insert, End, Evaluated, Watch, EnginePhase, GeneratorHeartbeat},
     Role.TRAINER: _EVERYONE
     | {
         StartTrainer, TrainerHeartbeat, Draw, Fetch, Ack, Announce, OpenCell, WaitCell, AbortCell,
-        Finish,
+        WaitEvaluations, Finish,
     },
     Role.MONITOR: _EVERYONE,
 }  # fmt: skip
@@ -147,7 +149,7 @@ def refuse(session: Session, request: Request, max_group_bytes: int) -> Error | 
         problem = "restored_version must be >= 0"
     elif isinstance(request, Insert) and (request.summary is not None or request.invalid):
         problem = "summary and invalid are the server's to fill in"
-    elif isinstance(request, End):
+    elif isinstance(request, End | Evaluated):
         stats = request.stats
         if not math.isfinite(stats.reward_sum) or stats.num_completions < 0 or stats.num_tokens < 0:
             problem = "stats must be finite and >= 0"

@@ -7,7 +7,7 @@ to the ledger, then reply, then forget freed payloads, then try parked requests 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-from async_grpo.replay.core import generator_requests, trainer_requests
+from async_grpo.replay.core import eval_requests, generator_requests, trainer_requests
 from async_grpo.replay.core.events import Effects, Event, Joined, Received, Tick
 from async_grpo.replay.core.invariants import check_invariants
 from async_grpo.replay.core.kernel import Kernel, refuse
@@ -29,6 +29,7 @@ from async_grpo.replay_api import (
     End,
     EnginePhase,
     ErrorCode,
+    Evaluated,
     Fetch,
     Finish,
     GeneratorHeartbeat,
@@ -45,6 +46,7 @@ from async_grpo.replay_api import (
     StatsReply,
     TrainerHeartbeat,
     WaitCell,
+    WaitEvaluations,
     Watch,
 )
 from async_grpo.replay_parts import Role
@@ -62,6 +64,7 @@ class ReplayCore:
         Credit: (Role.GENERATOR, generator_requests.credit),
         Insert: (Role.GENERATOR, generator_requests.insert),
         End: (Role.GENERATOR, generator_requests.end),
+        Evaluated: (Role.GENERATOR, eval_requests.evaluated),
         Watch: (Role.GENERATOR, generator_requests.watch),
         EnginePhase: (Role.GENERATOR, generator_requests.engine_phase),
         GeneratorHeartbeat: (Role.GENERATOR, generator_requests.heartbeat),
@@ -74,6 +77,7 @@ class ReplayCore:
         OpenCell: (Role.TRAINER, trainer_requests.open_cell),
         WaitCell: (Role.TRAINER, trainer_requests.wait_cell),
         AbortCell: (Role.TRAINER, trainer_requests.abort_cell),
+        WaitEvaluations: (Role.TRAINER, eval_requests.wait_evaluations),
         Finish: (Role.TRAINER, trainer_requests.finish),
     }
 
@@ -96,6 +100,9 @@ class ReplayCore:
         for ticket in book.by_phase[Phase.CLAIMED].values():
             kernel.members.join(ticket.instance, Role.GENERATOR, ticket.generator, now)
             kernel.deadlines[ticket.group_id] = now + settings.group_timeout_s
+        for evaluation in kernel.state.evals.claimed():
+            kernel.members.join(evaluation.instance, Role.GENERATOR, evaluation.generator, now)
+            kernel.eval_deadlines[evaluation.group_id] = now + settings.group_timeout_s
         if versions.instance:
             kernel.members.join(versions.instance, Role.TRAINER, "trainer", now)
         if versions.announced is not None:
@@ -133,6 +140,8 @@ class ReplayCore:
             return DrawReply()
         if isinstance(request, WaitCell):
             return trainer_requests.cell_now(self._kernel, request)
+        if isinstance(request, WaitEvaluations):
+            return eval_requests.evaluations_now(self._kernel, request)
         member = self._kernel.members.get(peer)
         if isinstance(request, Watch) and member is not None:
             return generator_requests.watch_now(self._kernel, member)
@@ -192,6 +201,10 @@ class ReplayCore:
                 if member.role is not Role.MONITOR
             ],
             finished=state.versions.finished,
+            eval_tickets=state.evals.num_tickets,
+            eval_evaluated=state.evals.num_evaluated,
+            eval_failed=state.evals.num_failed,
+            eval_open=state.evals.num_open,
         )
 
     # -- events ---------------------------------------------------------------------------------
@@ -266,6 +279,11 @@ class ReplayCore:
                 ticket = kernel.state.book.tickets[group_id]
                 generator = ticket.generator
                 kernel.lose_claim(ticket, f"{generator} missed the group deadline")
+                kernel.notify([generator])
+        for evaluation in kernel.state.evals.claimed():
+            generator = evaluation.generator
+            if now > kernel.eval_deadlines[evaluation.group_id]:
+                kernel.lose_eval_claim(evaluation, f"{generator} missed the group deadline")
                 kernel.notify([generator])
 
 

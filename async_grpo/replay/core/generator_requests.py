@@ -4,6 +4,7 @@ Each function returns the reply, or None for a long poll that has nothing to say
 after a lost reply, it answers the same and changes nothing.
 """
 
+from async_grpo.replay.core import eval_requests
 from async_grpo.replay.core.kernel import Kernel, refuse
 from async_grpo.replay.core.members import Member
 from async_grpo.replay.core.records import Claimed, Made, Stored
@@ -31,16 +32,22 @@ _DONE = (Phase.STORED, Phase.LEASED, Phase.TRAINED)
 
 
 def claim(kernel: Kernel, member: Member, request: Claim, now: float) -> ClaimReply | None:
-    """Hand out the oldest waiting ticket, else a new one, if admission and weights allow."""
+    """Hand out an eval ticket, else, if admission allows, the oldest waiting or a new one."""
     book = kernel.state.book
     last = book.last_claims.get(member.name)
     if last and last.instance == member.instance and request.number <= last.number:
-        ticket = kernel.live_claim(last.group_id, last.attempt)
-        if request.number == last.number and ticket is not None:
-            return ClaimReply(ticket=ticket.ticket())
+        known = kernel.live_claim(last.group_id, last.attempt) or kernel.state.evals.live_claim(
+            last.group_id, last.attempt
+        )
+        if request.number == last.number and known is not None:
+            return ClaimReply(ticket=known.ticket())
         return ClaimReply()
     live = kernel.state.versions.live
-    if live is None or not kernel.admits() or not member.has_weights(live):
+    if live is None or not member.has_weights(live):
+        return None
+    if evaluation := eval_requests.hand_out(kernel, member, request, now):
+        return ClaimReply(ticket=evaluation)
+    if not kernel.admits():
         return None
     ticket = book.oldest_waiting()
     if ticket is None:
@@ -140,6 +147,8 @@ def _outcome_so_far(kernel: Kernel, request: Insert) -> InsertOutcome:
 
 def end(kernel: Kernel, member: Member, request: End, now: float) -> EndReply:
     """The generator gives the ticket up."""
+    if request.group_id < 0:
+        return eval_requests.end(kernel, request)
     claimed = kernel.live_claim(request.group_id, request.attempt)
     if claimed is not None:
         kernel.drop(claimed, request.reason, request.detail, request.stats)
@@ -165,6 +174,8 @@ def watch_now(kernel: Kernel, member: Member) -> WatchReply:
 
 def _is_over(kernel: Kernel, group_id: int, attempt: int) -> bool:
     """Whether an attempt ended without being stored, so that its insert would be fenced."""
+    if group_id < 0:
+        return eval_requests.is_over(kernel, group_id, attempt)
     ticket = kernel.state.book.get(group_id)
     if ticket is None or ticket.attempt > attempt:
         return True

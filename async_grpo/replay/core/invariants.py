@@ -9,6 +9,7 @@ def check_invariants(kernel: Kernel) -> None:
     _check_accounting(kernel)
     _check_bounds(kernel)
     _check_volatile(kernel)
+    _check_evaluation(kernel)
 
 
 def _check_accounting(kernel: Kernel) -> None:
@@ -71,3 +72,12 @@ def _check_volatile(kernel: Kernel) -> None:
     assert stored <= set(kernel.stored_at), "every stored group has its time"
     for ticket in book.by_phase[Phase.CLAIMED].values():
         assert kernel.members.get(ticket.instance), f"claim of {ticket.instance}, which is gone"
+
+
+def _check_evaluation(kernel: Kernel) -> None:
+    evals = kernel.state.evals
+    evals.check()
+    claimed = {ticket.group_id: ticket for ticket in evals.claimed()}
+    assert set(kernel.eval_deadlines) == set(claimed), "every claimed eval ticket has a deadline"
+    for ticket in claimed.values():
+        assert kernel.members.get(ticket.instance), f"eval claim of {ticket.instance}, who is gone"

@@ -8,11 +8,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from async_grpo.config.staleness import OnStale
+from async_grpo.replay.core.evaluation import EvalTicket
 from async_grpo.replay.core.leases import Lease, oldest_version
 from async_grpo.replay.core.members import Member, Members, may_receive, needs_sync
 from async_grpo.replay.core.publishing import PublishingDesk
 from async_grpo.replay.core.records import (
     Dropped,
+    EvalEnded,
+    EvalReissued,
     Record,
     Reissued,
     Released,
@@ -38,6 +41,8 @@ class Kernel:
     desk: PublishingDesk = field(default_factory=PublishingDesk)
     deadlines: dict[int, float] = field(default_factory=dict)
     """group deadline of claimed tickets whose insert has not been tried"""
+    eval_deadlines: dict[int, float] = field(default_factory=dict)
+    """the same of claimed eval tickets"""
     reserved: dict[tuple[int, int], int] = field(default_factory=dict)
     """bytes promised to claimed attempts"""
     stored_at: dict[int, float] = field(default_factory=dict)
@@ -64,6 +69,10 @@ class Kernel:
         elif isinstance(record, Trained):
             for group_id, _ in record.groups:
                 self._end_attempt(group_id)
+        elif isinstance(record, EvalEnded | EvalReissued):
+            self.eval_deadlines.pop(record.group_id, None)
+        elif isinstance(record, TrainerStarted):
+            self.eval_deadlines.clear()
         self.state.evolve(record)
         self.records.append(record)
         self.changed = True
@@ -121,11 +130,42 @@ class Kernel:
         else:
             self.reissue(ticket, ReissueReason.CLAIM_LOST)
 
+    def lose_eval_claim(self, ticket: EvalTicket, detail: str) -> None:
+        """The same of an eval ticket."""
+        group_id, attempt = ticket.key
+        if ticket.num_lost_claims + 1 >= self.settings.max_lost_claims:
+            why = f"{ticket.num_lost_claims + 1} claims lost, last: {detail}"
+            self.end_evaluation(
+                EvalEnded(group_id=group_id, attempt=attempt, failed=True, detail=why)
+            )
+        else:
+            self.emit(EvalReissued(group_id=group_id, attempt=attempt))
+
+    def end_evaluation(self, record: EvalEnded) -> None:
+        """An eval ticket is over; a round that became due meanwhile may begin."""
+        self.emit(record)
+        self.open_evaluation()
+
+    def open_evaluation(self) -> None:
+        """Begin an evaluation round if the live version is due for one."""
+        settings = self.settings
+        record = self.state.evals.due(
+            self.state.versions.live,
+            every=settings.eval_every,
+            num_prompts=settings.eval_num_prompts,
+            last_version=settings.num_train_steps,
+        )
+        if record is not None:
+            self.emit(record)
+
     def end_member(self, member: Member, detail: str) -> None:
         """A generator is gone: its claims are lost and its engines fail their updates."""
         claimed = self.state.book.by_phase[Phase.CLAIMED].values()
         for ticket in [ticket for ticket in claimed if ticket.instance == member.instance]:
             self.lose_claim(ticket, detail)
+        for evaluation in self.state.evals.claimed():
+            if evaluation.instance == member.instance:
+                self.lose_eval_claim(evaluation, detail)
         for engine in member.engines:
             self.notify(self.desk.fail(engine.engine_id, detail))
         self.check_live()
@@ -146,6 +186,7 @@ class Kernel:
                     WentLive(weights=weights, publish_sequence=publish.record.publish_sequence)
                 )
                 self.notify()
+                self.open_evaluation()
 
     # -- questions ----------------------------------------------------------------------------
 

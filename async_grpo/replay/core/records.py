@@ -121,6 +121,43 @@ class WentLive(_Record, frozen=True, kw_only=True, tag="WentLive"):
     publish_sequence: int
 
 
+class EvalOpened(_Record, frozen=True, kw_only=True, tag="EvalOpened"):
+    """An evaluation round began: tickets first_group_id, first_group_id - 1, ..., all waiting."""
+
+    weights: WeightsName
+    first_group_id: int
+    num_prompts: int
+
+
+class EvalClaimed(_Record, frozen=True, kw_only=True, tag="EvalClaimed"):
+    """A waiting eval ticket was handed to a generator, in answer to its claim `number`."""
+
+    group_id: int
+    attempt: int
+    instance: str
+    generator: str
+    number: int
+
+
+class EvalEnded(_Record, frozen=True, kw_only=True, tag="EvalEnded"):
+    """An eval ticket ended: evaluated, or failed."""
+
+    group_id: int
+    attempt: int
+    failed: bool = False
+    detail: str = ""
+    stats: EndStats = EndStats()
+    weights_tokens: list[tuple[WeightsName, int]] = []
+    """sampled tokens by the weights that sampled them"""
+
+
+class EvalReissued(_Record, frozen=True, kw_only=True, tag="EvalReissued"):
+    """The claim of `attempt` was lost; the eval ticket waits as attempt + 1."""
+
+    group_id: int
+    attempt: int
+
+
 class Finished(_Record, frozen=True, kw_only=True, tag="Finished"):
     """The trainer said that the run is over."""
 
@@ -141,6 +178,10 @@ Record = (
     | TrainerStarted
     | Announced
     | WentLive
+    | EvalOpened
+    | EvalClaimed
+    | EvalEnded
+    | EvalReissued
     | Finished
 )
 

@@ -26,6 +26,9 @@ class CoreSettings:
     group_timeout_s: float = 600.0
     max_lost_claims: int = 3
     engines_per_cell: int = 1
+    eval_every: int = 0
+    """0: no evaluation"""
+    eval_num_prompts: int = 64
     remembered_tickets: int = 20_000
     """Ended tickets whose outcome is remembered; a message about an older one is fenced."""
 
@@ -54,4 +57,6 @@ class CoreSettings:
             group_timeout_s=config.generation.group_timeout_s,
             max_lost_claims=replay.max_lost_claims,
             engines_per_cell=config.weights.engines_per_cell,
+            eval_every=config.eval.every,
+            eval_num_prompts=config.eval.num_prompts,
         )

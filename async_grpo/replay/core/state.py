@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from async_grpo.replay.core.accounting import Accounting
+from async_grpo.replay.core.evaluation import EvalBook
 from async_grpo.replay.core.leases import Leases
 from async_grpo.replay.core.prompt_order import PromptOrder
 from async_grpo.replay.core.records import (
@@ -16,6 +17,10 @@ from async_grpo.replay.core.records import (
     DatasetAgreed,
     Drawn,
     Dropped,
+    EvalClaimed,
+    EvalEnded,
+    EvalOpened,
+    EvalReissued,
     Finished,
     Made,
     Record,
@@ -26,7 +31,7 @@ from async_grpo.replay.core.records import (
     TrainerStarted,
     WentLive,
 )
-from async_grpo.replay.core.tickets import Phase, TicketBook
+from async_grpo.replay.core.tickets import LastClaim, Phase, TicketBook
 from async_grpo.replay.core.versions import Versions
 from async_grpo.replay_parts import Dataset, GeneratedStats
 from async_grpo.types import ReissueReason
@@ -41,6 +46,7 @@ class State:
     versions: Versions = field(default_factory=Versions)
     leases: Leases = field(default_factory=Leases)
     accounting: Accounting = field(default_factory=Accounting)
+    evals: EvalBook = field(default_factory=EvalBook)
     dataset: Dataset | None = None
 
     @property
@@ -121,6 +127,7 @@ def _trainer_started(state: State, record: TrainerStarted) -> None:
     for lease in state.leases.held():
         _store_again(state, lease.keys)
     state.leases.draws.clear()
+    state.evals.start_trainer(record)
     for step in state.versions.start(record):
         for group_id, attempt in step.groups:
             prompt_index = state.prompt_order.prompt_index(group_id)
@@ -136,6 +143,25 @@ def _announced(state: State, record: Announced) -> None:
 
 def _went_live(state: State, record: WentLive) -> None:
     state.versions.live = record.weights
+
+
+def _eval_opened(state: State, record: EvalOpened) -> None:
+    state.evals.open_round(record)
+
+
+def _eval_claimed(state: State, record: EvalClaimed) -> None:
+    state.evals.claim(record)
+    state.book.last_claims[record.generator] = LastClaim(
+        record.instance, record.number, record.group_id, record.attempt
+    )
+
+
+def _eval_ended(state: State, record: EvalEnded) -> None:
+    state.evals.end(record)
+
+
+def _eval_reissued(state: State, record: EvalReissued) -> None:
+    state.evals.reissue(record)
 
 
 def _finished(state: State, record: Finished) -> None:
@@ -157,6 +183,10 @@ _EVOLVE = cast(
         TrainerStarted: _trainer_started,
         Announced: _announced,
         WentLive: _went_live,
+        EvalOpened: _eval_opened,
+        EvalClaimed: _eval_claimed,
+        EvalEnded: _eval_ended,
+        EvalReissued: _eval_reissued,
         Finished: _finished,
     },
 )
