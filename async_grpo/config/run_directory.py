@@ -50,6 +50,16 @@ class RunDirectory:
         """The trained policy as a Hugging Face directory."""
         return self.root / "final_model"
 
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints of the trainer, a directory `INCARNATION.POLICY_VERSION` each."""
+        return self.root / "checkpoints"
+
+    def checkpoints_by_age(self) -> list[tuple[int, int]]:
+        """(incarnation, policy_version) of every checkpoint directory, whole or not, in order."""
+        names = [path.name.partition(".") for path in self.checkpoints.glob("[0-9]*.[0-9]*")]
+        return sorted((int(one), int(two)) for one, _, two in names if (one + two).isdecimal())
+
     def role_log(self, role: str) -> Path:
         """What one role printed."""
         return self.logs / f"{role}.log"

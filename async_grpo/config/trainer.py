@@ -44,6 +44,11 @@ class TrainerSection:
     """CPU threads of one rank."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
+    checkpoint_every: int = 50
+    """Train steps between checkpoints; 0: only at the end. A clean stop always writes one."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept; at least 2, so that a damaged one costs steps, not the
+    run."""
 
     def problems(self, where: str) -> Iterator[str]:
         """Every complaint about this section."""
@@ -51,7 +56,9 @@ class TrainerSection:
             where, self, "lr", "max_grad_norm", "updates_per_step", "tokens_per_microbatch",
             "logprob_chunk_tokens", "threads", "eps",
         )  # fmt: skip
-        yield from not_negative(where, self, "warmup_steps", "weight_decay")
+        yield from not_negative(where, self, "warmup_steps", "weight_decay", "checkpoint_every")
+        if self.keep_checkpoints < 2:
+            yield f"{where}.keep_checkpoints must be >= 2, got {self.keep_checkpoints}"
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 yield f"{where}.{name} must be in [0, 1), got {getattr(self, name)}"

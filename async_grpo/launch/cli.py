@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    configured("run", _run, "all roles on this machine, with live progress")
+    run = configured("run", _run, "all roles on this machine, with live progress")
+    run.add_argument("--resume", action="store_true", help="continue the run of run.output_dir")
     configured("replay", _replay, "the replay server alone")
     generator = configured("generator", _generator, "one generator alone, with its engines")
     generator.add_argument("--name", default="", help="unique in the run; default: host and pid")
@@ -97,7 +98,7 @@ def _run(args: argparse.Namespace) -> ExitCode:
     from async_grpo.launch.run import run
 
     _set_up_logging(logging.WARNING)
-    return run(config)
+    return run(config, resume=args.resume)
 
 
 def _replay(args: argparse.Namespace) -> ExitCode:

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_grpo.config.load import to_yaml
+from async_grpo.config.load import load_config, to_yaml
+from async_grpo.config.resume import resume_problems
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError, ExitCode
@@ -20,14 +21,19 @@ ORPHAN_GRACE_S = 1.0
 """Budget of engines to notice that their generator is gone."""
 
 
-def run(config: Config) -> ExitCode:
+def run(config: Config, *, resume: bool = False) -> ExitCode:
     """Run all roles; prints progress and a summary.
 
+    Args:
+        config: the run.
+        resume: continue what the run directory holds; start a run if it holds none.
+
     Raises:
-        ConfigError: the run directory already holds a run.
+        ConfigError: the run directory already holds a run (without `resume`), or one that `config`
+            cannot continue.
     """
     directory = RunDirectory(Path(config.run.output_dir))
-    _take(directory, config)
+    take_directory(directory, config, resume=resume)
     adopt_orphans()
     outcome, status = asyncio.run(_supervise(config, directory))
     if num_killed := end_orphans(ORPHAN_GRACE_S):
@@ -81,16 +87,35 @@ def run_commands(config: Config, directory: RunDirectory) -> RunCommands:
     return RunCommands(prepare, directory.bound_address, replay, others)
 
 
-def _take(directory: RunDirectory, config: Config) -> None:
-    """Make the run directory and write the resolved configuration."""
-    if directory.ledger.exists():
+def take_directory(directory: RunDirectory, config: Config, *, resume: bool) -> None:
+    """Make the run directory and write the resolved configuration; see `run`."""
+    if directory.ledger.exists() and resume:
+        _require_resumable(directory, config)
+    elif directory.ledger.exists():
         raise ConfigError(
             f"run.output_dir: {directory.root} already holds a run ({directory.ledger.name}); "
-            "choose another run.output_dir, or remove the directory if its results are not needed"
+            "continue it with --resume, choose another run.output_dir, or remove the directory if "
+            "its results are not needed"
         )
     for folder in (directory.root, directory.logs, directory.bound_address.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    directory.config.write_text(to_yaml(config), encoding="utf-8")
+    partial = directory.config.with_suffix(".partial")
+    partial.write_text(to_yaml(config), encoding="utf-8")
+    partial.replace(directory.config)
+
+
+def _require_resumable(directory: RunDirectory, config: Config) -> None:
+    """Refuse another configuration, and a run that has nothing left to do."""
+    if not directory.config.is_file():
+        raise ConfigError(f"--resume: {directory.config} is missing, so nothing can be compared")
+    if problems := resume_problems(load_config(directory.config), config):
+        raise ConfigError([f"--resume: {problem}" for problem in problems])
+    versions = [version for _, version in directory.checkpoints_by_age()]
+    if directory.final_model.exists() and max(versions, default=0) >= config.run.num_train_steps:
+        raise ConfigError(
+            f"run.num_train_steps: all {config.run.num_train_steps} train steps of "
+            f"{directory.root} are done; raise it to go on"
+        )
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -38,6 +38,8 @@ ONE_FIELD = [
     ("engine.max_restarts=-1", "engine.max_restarts must be >= 0"),
     ("engine.urls=[host:1]", "engine.urls: 'host:1' must start with http:// or https://"),
     ("replay.max_groups=-1", "replay.max_groups must be >= 0"),
+    ("trainer.checkpoint_every=-1", "trainer.checkpoint_every must be >= 0"),
+    ("trainer.keep_checkpoints=1", "trainer.keep_checkpoints must be >= 2, got 1"),
     ("replay.address=127.0.0.1:5", "replay.address must start with tcp:// or ipc://"),
     ("replay.peer_timeout_s=3.9", "replay.peer_timeout_s (3.9) must be at least twice"),
     ("staleness.max_staleness=-1", "staleness.max_staleness must be >= 0"),

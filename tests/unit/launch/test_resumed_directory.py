@@ -1,0 +1,91 @@
+"""`run --resume`: which run directories it continues, and what it says of the others."""
+
+from pathlib import Path
+
+import pytest
+
+from async_grpo.config.load import load_config, to_yaml
+from async_grpo.config.run_directory import RunDirectory
+from async_grpo.config.schema import Config
+from async_grpo.errors import ConfigError
+from async_grpo.launch.run import take_directory
+
+MINIMAL = """
+run: {{output_dir: {out}, num_train_steps: 4}}
+policy: {{model: {out}/model}}
+task: {{name: reverse}}
+"""
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL.format(out=tmp_path / "out"))
+    return path
+
+
+def used(path: Path) -> tuple[Config, RunDirectory]:
+    """The configuration, and its run directory after a first start."""
+    config = load_config(path)
+    directory = RunDirectory(Path(config.run.output_dir))
+    take_directory(directory, config, resume=False)
+    directory.ledger.write_text("")
+    return config, directory
+
+
+def test_a_used_directory_needs_resume(config_path: Path) -> None:
+    config, directory = used(config_path)
+    with pytest.raises(ConfigError, match="--resume"):
+        take_directory(directory, config, resume=False)
+    take_directory(directory, config, resume=True)
+
+
+def test_resume_without_a_run_starts_one(config_path: Path) -> None:
+    config = load_config(config_path)
+    directory = RunDirectory(Path(config.run.output_dir))
+    take_directory(directory, config, resume=True)
+    assert directory.config.read_text() == to_yaml(config)
+
+
+def test_a_changed_configuration_is_refused_with_all_differences(config_path: Path) -> None:
+    _, directory = used(config_path)
+    before = directory.config.read_text()
+    changed = load_config(config_path, ["trainer.lr=0.5", "run.seed=1"])
+    with pytest.raises(ConfigError) as caught:
+        take_directory(directory, changed, resume=True)
+    assert caught.value.problems == [
+        "--resume: run.seed: the run has 0, now it is 1",
+        "--resume: trainer.lr: the run has 1e-06, now it is 0.5",
+    ]
+    assert directory.config.read_text() == before
+
+
+def test_more_steps_are_written_down(config_path: Path) -> None:
+    _, directory = used(config_path)
+    more = load_config(config_path, ["run.num_train_steps=9"])
+    take_directory(directory, more, resume=True)
+    assert load_config(directory.config).run.num_train_steps == 9
+
+
+def test_a_run_with_nothing_left_to_do_is_refused(config_path: Path) -> None:
+    config, directory = used(config_path)
+    directory.final_model.mkdir()
+    (directory.checkpoints / "2.4").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"all 4 train steps .* are done; raise it"):
+        take_directory(directory, config, resume=True)
+    more = load_config(config_path, ["run.num_train_steps=5"])
+    take_directory(directory, more, resume=True)
+
+
+def test_a_directory_without_its_configuration_is_refused(config_path: Path) -> None:
+    config, directory = used(config_path)
+    directory.config.unlink()
+    with pytest.raises(ConfigError, match=r"config\.yaml is missing"):
+        take_directory(directory, config, resume=True)
+
+
+def test_checkpoints_are_ordered_by_numbers(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for name in ("2.9", "10.3", "2.10", ".partial-3.1", "void-2.11", "2.x", "latest"):
+        (directory.checkpoints / name).mkdir(parents=True)
+    assert directory.checkpoints_by_age() == [(2, 9), (2, 10), (10, 3)]
