@@ -33,7 +33,7 @@ from async_grpo.replay_parts import (
 )
 from async_grpo.types import DropReason, InsertOutcome, Ticket, WeightsName
 
-WIRE_VERSION = 2
+WIRE_VERSION = 1
 """Raised by every change of a message or of the group codec; peers must agree on it."""
 
 
