@@ -30,6 +30,7 @@ from async_grpo.replay_parts import (
     Dataset,
     EndStats,
     EngineStatus,
+    EvalResult,
     Probe,
     Rendezvous,
     RoleStatus,
@@ -197,6 +198,12 @@ class GeneratorReplay(Protocol):
         """The attempt ends without an insert."""
         ...
 
+    async def evaluated(
+        self, ticket: Ticket, stats: EndStats, weights_tokens: list[tuple[WeightsName, int]]
+    ) -> None:
+        """An eval ticket was sampled and scored."""
+        ...
+
     async def watch(self, seen: int) -> WatchReply:
         """What changed since revision `seen`; at the latest after one long poll."""
         ...
@@ -257,6 +264,10 @@ class TrainerReplay(Protocol):
         self, publish_sequence: int, cell_id: int, phase: CellPhase, *, timeout_s: float
     ) -> WaitCellReply:
         """Phases once every engine is at `phase` or failed, or at the deadline."""
+        ...
+
+    async def evaluations(self, seen: int) -> list[EvalResult]:
+        """Results of evaluation rounds beyond the first `seen`; maybe none after one long poll."""
         ...
 
     async def abort_cell(self, publish_sequence: int, cell_id: int, reason: str) -> None:

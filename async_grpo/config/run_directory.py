@@ -31,6 +31,11 @@ class RunDirectory:
         return self.root / "steps.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """A few completions per policy version, for people."""
+        return self.root / "samples.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard events."""
         return self.root / "tensorboard"

@@ -3,9 +3,10 @@
     start(ticket) -> members sampled (Sampler) -> scored (RewardPool) -> insert
                           |                          |
                           |                          +-> end: no_signal | reward_failed
+                          |                          +-> evaluated (eval tickets)
                           +-> end: generation_failed | invalid
 
-Every claimed ticket ends in one insert or one end call, unless the claim is lost: past
+Every claimed ticket ends in one insert, evaluated or end call, unless the claim is lost: past
 `generation.group_timeout_s`, when the server says that the attempt is over, and at a stop, where
 the goodbye gives all claims back.
 """
@@ -14,6 +15,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,7 @@ from async_grpo.config.algorithm import ZeroVariance
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError, GenerationError
 from async_grpo.generation.routing import Place, Placement, Router
+from async_grpo.generation.sample_log import SampleLog, ScoredGroup
 from async_grpo.generation.sampler import GroupRequest, Sampled, Sampler
 from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import Clock, GeneratorReplay, RewardPool, Tokenizer
@@ -36,6 +39,7 @@ from async_grpo.types import (
     RolloutGroup,
     Ticket,
     TicketKind,
+    WeightsName,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,6 +66,8 @@ class _Job:
     cancelled: bool = False
     num_tokens: int = 0
     """sampled so far"""
+    scored: ScoredGroup | None = None
+    """for the sample log"""
 
 
 @dataclass
@@ -70,6 +76,7 @@ class Counters:
 
     inserted: dict[InsertOutcome, int] = field(default_factory=dict)
     ended: dict[DropReason, int] = field(default_factory=dict)
+    num_evaluated: int = 0
     num_claims_lost: int = 0
     num_tokens: int = 0
     """sampled, whatever became of them"""
@@ -78,7 +85,7 @@ class Counters:
     @property
     def num_groups(self) -> int:
         """Groups that came to an end here."""
-        return sum(self.inserted.values()) + sum(self.ended.values())
+        return sum(self.inserted.values()) + sum(self.ended.values()) + self.num_evaluated
 
 
 class GroupRunner:
@@ -95,6 +102,7 @@ class GroupRunner:
         rewards: scores it.
         witness: record of every group.
         on_change: called when the number of inserts or of groups changes.
+        samples: where a few completions are kept for people; None: nowhere.
         clock: times groups.
 
     Attributes:
@@ -115,9 +123,14 @@ class GroupRunner:
         rewards: RewardPool,
         witness: WitnessLog,
         on_change: Callable[[], None],
+        samples: SampleLog | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._section = config.generation
+        self._num_completions = {
+            TicketKind.TRAIN: config.generation.group_size,
+            TicketKind.EVAL: config.eval.num_completions,
+        }
         self._drop_zero_variance = config.algorithm.zero_variance is ZeroVariance.drop
         self._name = name
         self._replay = replay
@@ -128,6 +141,7 @@ class GroupRunner:
         self._rewards = rewards
         self._witness = witness
         self._on_change = on_change
+        self._samples = samples
         self._clock = clock
         self._jobs: dict[tuple[int, int], _Job] = {}
         self.num_inserting = 0
@@ -159,7 +173,9 @@ class GroupRunner:
         gone and RewardError when no reward can be computed at all.
         """
         placement = Placement()
-        places = [self._router.enqueue(placement) for _ in range(self._section.group_size)]
+        places = [
+            self._router.enqueue(placement) for _ in range(self._num_completions[ticket.kind])
+        ]
         job = _Job(ticket, self._clock(), placement, places)
         self._jobs[ticket.group_id, ticket.attempt] = job
         return self._run(job)
@@ -187,8 +203,17 @@ class GroupRunner:
             return
         except _Ended as end:
             await self._end(job, end)
+            self._keep_samples(job, end.reason.value)
             return
-        await self._insert(group)
+        if job.ticket.kind is TicketKind.EVAL:
+            await self._report_evaluation(job.ticket, group)
+            self._keep_samples(job, "evaluated")
+        else:
+            self._keep_samples(job, (await self._insert(group)).value)
+
+    def _keep_samples(self, job: _Job, outcome: str) -> None:
+        if self._samples is not None and job.scored is not None:
+            self._samples.finished(job.scored, outcome)
 
     def _claim_lost(self, job: _Job, why: str) -> None:
         """The server has taken the claim back, or will at its own deadline: nothing to report."""
@@ -203,7 +228,7 @@ class GroupRunner:
     async def _produce(self, job: _Job) -> RolloutGroup:
         ticket = job.ticket
         try:
-            prompt = self._prompts.prompt(ticket.prompt_index)
+            prompt = self._prompts.prompt(ticket.prompt_index, ticket.kind)
         except (ConfigError, IndexError) as error:
             raise _Ended(DropReason.INVALID, f"no prompt {ticket.prompt_index}: {error}") from error
         members = await self._sample(job, GroupRequest(ticket, prompt))
@@ -247,6 +272,7 @@ class GroupRunner:
             for member in members
         ]
         scores = await self._rewards.score(texts, prompt)
+        job.scored = ScoredGroup(job.ticket, prompt, members, texts, scores)
         failed = [outcome for outcome, reward, _ in scores if not _usable(outcome, reward)]
         if failed:
             found = ", ".join(sorted({outcome.value for outcome in failed}))
@@ -268,7 +294,24 @@ class GroupRunner:
             for member, (_, reward, parts) in zip(members, scores, strict=True)
         ]
 
-    async def _insert(self, group: RolloutGroup) -> None:
+    async def _report_evaluation(self, ticket: Ticket, group: RolloutGroup) -> None:
+        """The figures of an eval group; its tokens stay here."""
+        tokens: Counter[WeightsName] = Counter()
+        for rollout in group.rollouts:
+            for sequence in rollout.sequences:
+                for segment in sequence.segments:
+                    if segment.weights is not None:
+                        tokens[segment.weights] += segment.num_tokens
+        stats = EndStats(
+            num_completions=len(group.rollouts),
+            num_tokens=group.num_tokens,
+            reward_sum=sum(rollout.reward for rollout in group.rollouts),
+        )
+        self._witness.evaluated(group)
+        await self._replay.evaluated(ticket, stats, sorted(tokens.items()))
+        self.counters.num_evaluated += 1
+
+    async def _insert(self, group: RolloutGroup) -> InsertOutcome:
         self.num_inserting += 1
         self._on_change()
         try:
@@ -280,6 +323,7 @@ class GroupRunner:
         self.counters.inserted[outcome] = self.counters.inserted.get(outcome, 0) + 1
         if outcome not in (InsertOutcome.STORED, InsertOutcome.DUPLICATE):
             logger.info("group %d attempt %d: %s", group.group_id, group.attempt, outcome.value)
+        return outcome
 
     async def _end(self, job: _Job, end: _Ended) -> None:
         ticket = job.ticket

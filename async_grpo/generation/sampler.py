@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.config.eval import EvalSection
 from async_grpo.config.generation import GenerationSection
 from async_grpo.engine_api import GenerateRequest, SamplingParams
 from async_grpo.errors import GenerationError
@@ -20,7 +21,7 @@ from async_grpo.generation.completions import UnknownWeights, completion_from_re
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.routing import Place, Placement, Router
 from async_grpo.interfaces import Clock
-from async_grpo.types import Completion, Int32Array, Prompt, Ticket
+from async_grpo.types import Completion, Int32Array, Prompt, Ticket, TicketKind
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Sampler:
     Args:
         router: where there is room.
         section: sampling parameters and deadlines.
+        evaluation: sampling parameters of eval tickets, where they differ.
         stop_token_ids: end a completion.
         clock: for the times in `Sampled`.
 
@@ -72,20 +74,20 @@ class Sampler:
         section: GenerationSection,
         *,
         stop_token_ids: list[int],
+        evaluation: EvalSection | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._router = router
         self._section = section
         self._clock = clock
-        self._params = SamplingParams(
-            max_new_tokens=section.max_new_tokens,
-            temperature=section.temperature,
-            top_p=1.0,
-            top_k=-1,
-            min_p=0.0,
-            n=1,
-            stop_token_ids=stop_token_ids or None,
-        )
+        train = _sampling_params(section.max_new_tokens, section.temperature, stop_token_ids)
+        self._params = {TicketKind.TRAIN: train, TicketKind.EVAL: train}
+        if evaluation is not None:
+            self._params[TicketKind.EVAL] = _sampling_params(
+                evaluation.max_new_tokens or section.max_new_tokens,
+                evaluation.temperature,
+                stop_token_ids,
+            )
         self._aborts: set[asyncio.Task[None]] = set()
         self.num_retries = 0
 
@@ -127,10 +129,11 @@ class Sampler:
     async def _sample_on(self, engine: Engine, request: GroupRequest, rid: str) -> Sampled:
         weights = engine.weights
         assert weights is not None, "the router gives out serving engines only"
-        self._check(engine, request)
+        params = self._params[request.ticket.kind]
+        self._check(engine, request, params.max_new_tokens)
         body = GenerateRequest(
             input_ids=request.prompt.token_ids,
-            sampling_params=self._params,
+            sampling_params=params,
             rid=rid,
             return_logprob=True,
             extra_key=str(weights),
@@ -146,14 +149,14 @@ class Sampler:
                 reply,
                 prompt_token_ids=request.prompt_token_ids,
                 prompt_weights=weights,
-                temperature=self._section.temperature,
+                temperature=params.temperature,
             )
         except UnknownWeights as error:
             engine.condemn(f"it lost its weights: {error}")
             raise
         return Sampled(completion, engine.engine_id, started_s, self._clock())
 
-    def _check(self, engine: Engine, request: GroupRequest) -> None:
+    def _check(self, engine: Engine, request: GroupRequest, max_new_tokens: int) -> None:
         """Refuse what would hurt the engine: an id beyond the vocabulary kills a real server."""
         info = engine.info
         if info.vocab_size is not None and request.largest_id >= info.vocab_size:
@@ -162,12 +165,12 @@ class Sampler:
                 f"engine's {info.vocab_size}",
                 retryable=False,
             )
-        needed = len(request.prompt.token_ids) + self._section.max_new_tokens
+        needed = len(request.prompt.token_ids) + max_new_tokens
         if info.context_length is not None and needed > info.context_length:
             raise GenerationError(
                 f"prompt {request.prompt.index} of {len(request.prompt.token_ids)} tokens and "
-                f"generation.max_new_tokens ({self._section.max_new_tokens}) exceed the engine's "
-                f"context of {info.context_length}",
+                f"{max_new_tokens} new ones (max_new_tokens) exceed the engine's context of "
+                f"{info.context_length}",
                 retryable=False,
             )
 
@@ -186,3 +189,17 @@ class Sampler:
         """Wait for aborts under way; each has the client's deadline."""
         if self._aborts:
             await asyncio.wait(self._aborts)
+
+
+def _sampling_params(
+    max_new_tokens: int, temperature: float, stop_token_ids: list[int]
+) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
+        n=1,
+        stop_token_ids=stop_token_ids or None,
+    )

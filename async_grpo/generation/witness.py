@@ -1,6 +1,6 @@
 """A generator's own record of every group it finished: one of the witnesses of `audit`.
 
-Lines: {"event": "sent" | "answered" | "ended", "group_id", "attempt", "num_tokens",
+Lines: {"event": "sent" | "answered" | "ended" | "evaluated", "group_id", "attempt", "num_tokens",
 "outcome" or "reason", "oldest"}. "sent" is on its way to disk before the insert leaves, so a group
 that the server knows and this file does not is a fault.
 """
@@ -53,6 +53,10 @@ class WitnessLog:
     def ended(self, ticket: Ticket, reason: DropReason, num_tokens: int) -> None:
         """The attempt ended without an insert."""
         self._write("ended", ticket.group_id, ticket.attempt, num_tokens, reason=reason.value)
+
+    def evaluated(self, group: RolloutGroup) -> None:
+        """The figures of an eval group are about to be reported."""
+        self._write("evaluated", group.group_id, group.attempt, group.num_tokens, group=group)
 
     def _write(
         self,

@@ -28,6 +28,8 @@ from async_grpo.replay_api import (
     EndReply,
     EnginePhase,
     ErrorCode,
+    Evaluated,
+    EvaluationsReply,
     Fetch,
     FetchReply,
     Finish,
@@ -44,6 +46,7 @@ from async_grpo.replay_api import (
     TrainerHeartbeat,
     WaitCell,
     WaitCellReply,
+    WaitEvaluations,
     Watch,
     WatchReply,
 )
@@ -53,6 +56,7 @@ from async_grpo.replay_parts import (
     Dataset,
     EndStats,
     EngineStatus,
+    EvalResult,
     Probe,
     Rendezvous,
     Role,
@@ -151,6 +155,18 @@ class GeneratorClient(RoleClient):
             stats=stats,
         )
         await self._control.ask(end, EndReply)
+
+    async def evaluated(
+        self, ticket: Ticket, stats: EndStats, weights_tokens: list[tuple[WeightsName, int]]
+    ) -> None:
+        """An eval ticket was sampled and scored."""
+        evaluated = Evaluated(
+            group_id=ticket.group_id,
+            attempt=ticket.attempt,
+            stats=stats,
+            weights_tokens=weights_tokens,
+        )
+        await self._control.ask(evaluated, EndReply)
 
     async def watch(self, seen: int) -> WatchReply:
         """What changed since revision `seen`; at the latest after one long poll."""
@@ -311,6 +327,11 @@ class TrainerClient(RoleClient):
             reply = await self._control.ask(request, WaitCellReply)
             if _all_reached(reply, phase) or loop.time() >= deadline:
                 return reply
+
+    async def evaluations(self, seen: int) -> list[EvalResult]:
+        """Results of evaluation rounds beyond the first `seen`; maybe none after one long poll."""
+        request = WaitEvaluations(incarnation=self._incarnation, seen=seen, wait_s=self._poll_s)
+        return (await self._control.ask(request, EvaluationsReply)).results
 
     async def abort_cell(self, publish_sequence: int, cell_id: int, reason: str) -> None:
         """Nothing more will be broadcast to this cell."""

@@ -48,12 +48,14 @@ from async_grpo.generation.group_runner import GroupRunner
 from async_grpo.generation.handles import StartEngine, engine_starts
 from async_grpo.generation.lifecycle import EngineSlot, MakeClient
 from async_grpo.generation.routing import Router
+from async_grpo.generation.sample_log import SampleLog
 from async_grpo.generation.sampler import Sampler
 from async_grpo.generation.weight_driver import WeightDriver
 from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import Clock, GeneratorReplay, RewardPool, Tokenizer
 from async_grpo.replay.client import GeneratorClient
 from async_grpo.replay_parts import RoleStatus
+from async_grpo.tasks.held_out import split_task
 from async_grpo.tasks.prompts import PromptSource
 from async_grpo.tasks.registry import make_reward, make_task
 from async_grpo.tasks.reward_pool import ProcessRewardPool
@@ -75,6 +77,7 @@ class Generator:
         tokenizer: of the policy.
         rewards: scores completions.
         witness: record of every group.
+        samples: where a few completions are kept for people; None: nowhere.
         clock: seconds.
     """
 
@@ -90,6 +93,7 @@ class Generator:
         tokenizer: Tokenizer,
         rewards: RewardPool,
         witness: WitnessLog,
+        samples: SampleLog | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._config = config
@@ -115,6 +119,7 @@ class Generator:
             self._router,
             config.generation,
             stop_token_ids=[] if eos is None else [eos],
+            evaluation=config.eval,
             clock=clock,
         )
         self._runner = GroupRunner(
@@ -128,6 +133,7 @@ class Generator:
             rewards=rewards,
             witness=witness,
             on_change=self._on_activity,
+            samples=samples,
             clock=clock,
         )
         self._driver = WeightDriver(
@@ -265,9 +271,11 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
     """Run a generator until the run is over or the task is cancelled."""
     task = make_task(config.task, config.run.seed)
     tokenizer = load_tokenizer(config.policy.model)
+    train_task, held_out = split_task(task, config.eval, config.run.seed)
     prompts = PromptSource(
-        task,
+        train_task,
         tokenizer,
+        held_out=held_out,
         chat_template=config.task.chat_template,
         system_prompt=config.task.system_prompt,
     )
@@ -277,10 +285,14 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
         timeout_s=config.task.reward_timeout_s,
         unparseable_reward=config.task.unparseable_reward,
     )
-    witness = WitnessLog(RunDirectory(Path(config.run.output_dir)).generator_log(name))
+    directory = RunDirectory(Path(config.run.output_dir))
+    witness = WitnessLog(directory.generator_log(name))
+    samples = SampleLog(
+        directory.samples, generator=name, max_per_version=config.metrics.max_samples_per_step
+    )
     replay = GeneratorClient(config, name=name, dataset=prompts.dataset())
     try:
-        with witness:
+        with witness, samples:
             await rewards.start()
             await replay.connect()
             generator = Generator(
@@ -295,6 +307,7 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
                 tokenizer=tokenizer,
                 rewards=rewards,
                 witness=witness,
+                samples=samples,
             )
             await _run_and_leave(generator, replay)
     finally:

@@ -6,7 +6,7 @@ import json
 from async_grpo.errors import ConfigError
 from async_grpo.interfaces import Task, Tokenizer
 from async_grpo.replay_parts import Dataset
-from async_grpo.types import Prompt
+from async_grpo.types import Prompt, TicketKind
 
 
 class PromptSource:
@@ -17,6 +17,7 @@ class PromptSource:
         tokenizer: of the policy.
         chat_template: wrap each question in the tokenizer's chat format.
         system_prompt: system message of the chat; empty: none.
+        held_out: the questions of eval tickets; None: there are no such tickets.
 
     Raises:
         ConfigError: the first prompt cannot be made, or would begin with two BOS tokens.
@@ -29,20 +30,29 @@ class PromptSource:
         *,
         chat_template: bool = False,
         system_prompt: str = "",
+        held_out: Task | None = None,
     ) -> None:
         self._task = task
+        self._held_out = held_out
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._system_prompt = system_prompt
         self._first = self.prompt(0)
 
-    def prompt(self, index: int) -> Prompt:
-        """Prompt `index`.
+    def prompt(self, index: int, kind: TicketKind = TicketKind.TRAIN) -> Prompt:
+        """Prompt `index` of those to train on, or of those held out.
 
         Raises:
-            ConfigError: it is empty, or its BOS tokens are not exactly as the model expects.
+            ConfigError: it is empty, its BOS tokens are not exactly as the model expects, or
+                nothing is held out.
+            IndexError: there is no such prompt.
         """
-        question, answer, metadata = self._task.question(index)
+        task = self._task
+        if kind is TicketKind.EVAL:
+            if self._held_out is None:
+                raise ConfigError("eval: this generator holds no prompts out")
+            task = self._held_out
+        question, answer, metadata = task.question(index)
         text = self._chat_text(question) if self._chat_template else question
         return Prompt(
             index=index,
@@ -55,7 +65,13 @@ class PromptSource:
     def dataset(self) -> Dataset:
         """What all generators must agree on: the task, and how its prompts become ids."""
         shape = json.dumps(
-            [self._task.fingerprint(), self._chat_template, self._first.text, self._first.token_ids]
+            [
+                self._task.fingerprint(),
+                self._held_out.fingerprint() if self._held_out else None,
+                self._chat_template,
+                self._first.text,
+                self._first.token_ids,
+            ]
         )
         return Dataset(
             fingerprint=hashlib.sha256(shape.encode()).hexdigest()[:16], num_prompts=len(self._task)

@@ -49,6 +49,7 @@ class FakeReplay:
         self.claimed: list[Ticket] = []
         self.inserted: list[RolloutGroup] = []
         self.ended: list[Ended] = []
+        self.evaluated_tickets: list[tuple[Ticket, EndStats, list[tuple[WeightsName, int]]]] = []
         self.phases: list[tuple[int, str, CellPhase, str]] = []
         self.engines: list[EngineStatus] = []
         self.claims: list[tuple[int, int]] = []
@@ -198,6 +199,12 @@ class FakeReplay:
 
     async def end(self, ticket: Ticket, reason: DropReason, detail: str, stats: EndStats) -> None:
         self.ended.append(Ended(ticket, reason, detail, stats))
+        await self.changed()
+
+    async def evaluated(
+        self, ticket: Ticket, stats: EndStats, weights_tokens: list[tuple[WeightsName, int]]
+    ) -> None:
+        self.evaluated_tickets.append((ticket, stats, weights_tokens))
         await self.changed()
 
     async def watch(self, seen: int) -> WatchReply:

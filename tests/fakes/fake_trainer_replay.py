@@ -17,6 +17,7 @@ from async_grpo.replay_parts import (
     Cell,
     CellEngine,
     CellPhase,
+    EvalResult,
     GeneratedStats,
     LeasedGroup,
     Probe,
@@ -50,6 +51,7 @@ class FakeTrainerReplay:
         self.engines = list(engines)
         self.incarnation = incarnation
         self.wishing: list[str] = []
+        self.results: list[EvalResult] = []
         self.lost: set[tuple[int, int]] = set()
         self.calls: list[tuple] = []
         self.heartbeats: list[tuple[list[int], RoleStatus]] = []
@@ -146,6 +148,10 @@ class FakeTrainerReplay:
             done = {name for name, reached in phases.items() if reached is phase}
             self.wishing = [name for name in self.wishing if name not in done]
         return WaitCellReply(phases=phases, details=dict.fromkeys(self.fail_engines, "told to"))
+
+    async def evaluations(self, seen: int) -> list[EvalResult]:
+        await asyncio.sleep(0.01 if len(self.results) <= seen else 0)  # a short long poll
+        return self.results[seen:]
 
     async def abort_cell(self, publish_sequence: int, cell_id: int, reason: str) -> None:
         self.calls.append(("abort", publish_sequence, cell_id))
