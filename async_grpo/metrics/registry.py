@@ -72,6 +72,14 @@ _DECLARED = (
     ("tokens/generated", "tokens", "of all groups that finished since the draw before"),
     ("groups/generated", "groups", "that finished since the draw before"),
     ("groups/trained", "groups", "of this step"),
+    ("eval/reward_mean", "", "over the held-out completions of one evaluation, on the first line "
+     "written after it ended; TensorBoard shows it at eval/policy_version"),
+    ("eval/policy_version", "steps", "version that was live when that evaluation began"),
+    ("eval/sampled_version_mean", "steps", "mean over its tokens of the version that sampled them; "
+     "generation goes on through updates"),
+    ("eval/length_mean", "tokens", "of its completions"),
+    ("eval/prompts", "prompts", "that it evaluated"),
+    ("eval/failed_prompts", "prompts", "of it that could not be sampled or scored"),
     ("sync/publish_s", "s", "the newest finished announcement, all cells committed"),
 )  # fmt: skip
 

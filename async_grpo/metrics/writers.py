@@ -25,7 +25,7 @@ class MetricsWriter:
         """One train step.
 
         Args:
-            step: x axis of TensorBoard.
+            step: x axis of TensorBoard; figures of an evaluation are at the version evaluated.
             values: name -> value; what is not a number (a mean of nothing) is left out.
 
         Raises:
@@ -35,8 +35,10 @@ class MetricsWriter:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._board is not None:
+            evaluated = line.get("eval/policy_version", step)
             for name, value in line.items():
-                self._board.add_scalar(name, value, step)
+                at = evaluated if name.startswith("eval/") else step
+                self._board.add_scalar(name, value, int(at))
 
     def close(self) -> None:
         """Flush and close both."""

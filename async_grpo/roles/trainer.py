@@ -27,6 +27,7 @@ from async_grpo.metrics.states import StateClock
 from async_grpo.metrics.writers import MetricsWriter
 from async_grpo.replay.client import MonitorClient, TrainerClient
 from async_grpo.replay_parts import Role
+from async_grpo.training.evaluations import EvaluationFeed
 from async_grpo.training.feed import Batch, FeedSettings, GroupFeed, LoopThread
 from async_grpo.training.model import PolicyModel, load_policy, resolve_device, save_policy
 from async_grpo.training.progress import Progress
@@ -190,23 +191,30 @@ def _train(
         status=lambda: progress.status(clock),
         on_wishes=publisher.republish,
     )
+    evaluations = EvaluationFeed(replay, loop, started.incarnation)
     reason = "failed"
     with ExitStack() as stack:
         stack.callback(lambda: loop.call(client.leave(reason)))
         stack.callback(publisher.close)
         stack.callback(loop.cancel_calls)
         stack.callback(feed.close)
-        sigterm.request_stop = feed.request_stop
+        stack.callback(evaluations.close)
+        sigterm.request_stop = _all(feed.request_stop, evaluations.request_stop)
         board = directory.tensorboard if config.metrics.tensorboard else None
         writer = stack.enter_context(MetricsWriter(directory.metrics, board))
         witness = stack.enter_context(StepWitness(directory.steps))
         feed.start()
+        if config.eval.every:
+            evaluations.start()
         with clock.during("syncing"):
             publisher.publish(WeightsName(started.incarnation, 0), trainer.weights)
-        steps = _Steps(config, trainer, replay, loop, clock, publisher, feed, progress)
+        steps = _Steps(config, trainer, replay, loop, clock, publisher, feed, progress, evaluations)
         steps.run(writer, witness)
         if progress.step == config.run.num_train_steps:
             publisher.wait()
+            if config.eval.every:
+                with clock.during("waiting"):
+                    steps.report_last_evaluations(writer)
             save_policy(trainer.policy, config.policy.model, directory.final_model)
             progress.log_summary(clock, config.staleness.max_staleness)
             loop.call(_log_generator_shares(config))
@@ -230,10 +238,11 @@ class _Steps:
         publisher: WeightPublisher,
         feed: GroupFeed,
         progress: Progress,
+        evaluations: EvaluationFeed,
     ) -> None:
         self._config, self._trainer, self._replay, self._loop = config, trainer, replay, loop
         self._clock, self._publisher, self._feed = clock, publisher, feed
-        self._progress = progress
+        self._progress, self._evaluations = progress, evaluations
         self._step_ended_s = _wall(clock)
 
     def run(self, writer: MetricsWriter, witness: StepWitness) -> None:
@@ -301,6 +310,7 @@ class _Steps:
         result = self._publisher.last_result
         if result is not None and result.num_cells and not result.failures:
             values["sync/publish_s"] = result.seconds
+        values |= self._evaluations.take()
         writer.write(version, values)
         self._progress.add(values)
         logger.info(
@@ -308,6 +318,26 @@ class _Steps:
             version + 1, values["reward/mean"], values["staleness/mean"], values["staleness/max"],
             values["tokens/trained_per_s"], values["grad_norm"],
         )  # fmt: skip
+
+    def report_last_evaluations(self, writer: MetricsWriter) -> None:
+        """Lines of their own, behind the last step's, for evaluations that ended after it."""
+        last, timeout_s = self._config.run.num_train_steps, self._config.eval.timeout_s
+        for values in self._evaluations.rest(last, timeout_s):
+            values |= {
+                "step": last,
+                "policy_version": last,
+                "incarnation": self._progress.incarnation,
+                "time/wall_s": _wall(self._clock),
+            }
+            writer.write(last, values)
+
+
+def _all(*callbacks: Callable[[], None]) -> Callable[[], None]:
+    def call_all() -> None:
+        for callback in callbacks:
+            callback()
+
+    return call_all
 
 
 def _wall(clock: StateClock) -> float:
