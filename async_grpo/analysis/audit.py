@@ -37,6 +37,8 @@ class AuditReport:
     tokens: dict[str, int] = field(default_factory=dict)
     """stored, trained (surviving steps), and rolled_back tokens"""
     publish_sequence: int = 0
+    evaluation: dict[str, int] = field(default_factory=dict)
+    """rounds; tickets = evaluated + failed + open; apart from all figures above"""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -61,6 +63,8 @@ class AuditReport:
             f"  tokens: {_counts(self.tokens)}",
             f"  publishes {self.publish_sequence}",
         ]
+        if self.evaluation.get("tickets"):
+            lines.append(f"  evaluation: {_counts(self.evaluation)}")
         lines += [f"  PROBLEM {problem}" for problem in self.problems[:MAX_PROBLEMS_SHOWN]]
         if len(self.problems) > MAX_PROBLEMS_SHOWN:
             lines.append(f"  ... and {len(self.problems) - MAX_PROBLEMS_SHOWN} more")
@@ -99,6 +103,7 @@ def audit(run_dir: Path) -> AuditReport:
         problems.append(f"{directory.logs} holds no generator's log (*.groups.jsonl)")
     sent = _generator_lines(directory, problems)
     problems += check_generators(reading, acknowledged=acknowledged, sent=sent)
+    problems += reading.evals.check_generators(sent)
     return _report(reading, problems)
 
 
@@ -143,5 +148,6 @@ def _report(reading: LedgerReading, problems: list[str]) -> AuditReport:
         max_staleness_trained=reading.highest_staleness(),
         tokens=dict(reading.tokens),
         publish_sequence=reading.publish_sequence,
+        evaluation=reading.evals.counts(),
         problems=problems,
     )

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from async_grpo.analysis.eval_reading import EvalReading
+
 Json = dict[str, Any]
 Key = tuple[int, int]
 """(group_id, attempt)"""
@@ -64,6 +66,7 @@ class LedgerReading:
     dropped: Counter[str] = field(default_factory=Counter)
     reissued: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
+    evals: EvalReading = field(default_factory=EvalReading)
     publish_sequence: int = 0
     num_duplicates: int = 0
     problems: list[str] = field(default_factory=list)
@@ -216,6 +219,7 @@ class LedgerReading:
             self._problem(f"incarnation {record['incarnation']} after {len(self.restored)}")
         if version > len(self.steps):
             self._problem(f"a trainer restored {version}, only {len(self.steps)} steps are acked")
+        self.evals.trainer_started()
         for ticket in self.tickets.values():
             if ticket.place == "leased":
                 ticket.place = "stored"
@@ -244,6 +248,11 @@ class LedgerReading:
         if incarnation != len(self.restored) or version > len(self.steps):
             self._problem(f"weights {incarnation}.{version} went live, which nobody trained")
 
+    def evaluation(self, record: Json) -> None:
+        """An eval ticket or round."""
+        if problem := _EVAL_READERS[record["type"]](self.evals, record):
+            self._problem(problem)
+
     def ignore(self, record: Json) -> None:
         """A record that the accounting does not depend on."""
 
@@ -269,6 +278,12 @@ class LedgerReading:
             )
 
 
+_EVAL_READERS: dict[str, Callable[[EvalReading, Json], str]] = {
+    "EvalOpened": EvalReading.opened,
+    "EvalClaimed": EvalReading.claimed,
+    "EvalEnded": EvalReading.ended,
+    "EvalReissued": EvalReading.reissued,
+}
 _READERS: dict[str, Callable[[LedgerReading, Json], None]] = {
     "DatasetAgreed": LedgerReading.ignore,
     "Made": LedgerReading.made,
@@ -283,4 +298,5 @@ _READERS: dict[str, Callable[[LedgerReading, Json], None]] = {
     "Announced": LedgerReading.announce,
     "WentLive": LedgerReading.go_live,
     "Finished": LedgerReading.ignore,
+    **dict.fromkeys(_EVAL_READERS, LedgerReading.evaluation),
 }
