@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_grpo.analysis.audit import AuditReport, audit
 
+from async_grpo.analysis.audit import AuditReport, audit
 from async_grpo.config.run_directory import RunDirectory
 
 CONFIG = """
