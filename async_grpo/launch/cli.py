@@ -87,6 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     audit.add_argument("--json", action="store_true", help="machine-readable")
     audit.set_defaults(command=_audit)
+    samples = commands.add_parser("samples", help="read a few completions of a run, as plain text")
+    samples.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    samples.add_argument("--step", type=int, metavar="N", help="only those sampled by version N")
+    samples.add_argument(
+        "--last", type=int, default=3, metavar="K", help="only the last K versions; default 3"
+    )
+    samples.set_defaults(command=_samples)
+    export = commands.add_parser("export", help="write what a run has trained for transformers")
+    export.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    export.add_argument("out", metavar="OUT", type=Path, help="a new directory")
+    export.set_defaults(command=_export)
     return parser
 
 
@@ -165,6 +176,22 @@ def _audit(args: argparse.Namespace) -> ExitCode:
     report = audit(args.run_dir)
     print(json.dumps(report.to_json()) if args.json else report.to_text())
     return ExitCode.OK if report.ok else ExitCode.OTHER
+
+
+def _samples(args: argparse.Namespace) -> ExitCode:
+    from async_grpo.analysis.samples import format_samples, read_samples
+
+    print(format_samples(read_samples(args.run_dir, step=args.step, last=args.last)))
+    return ExitCode.OK
+
+
+def _export(args: argparse.Namespace) -> ExitCode:
+    from async_grpo.training.export import export
+
+    _set_up_logging(logging.WARNING)
+    source = export(args.run_dir, args.out)
+    print(f"wrote {args.out} from {source}")
+    return ExitCode.OK
 
 
 def _load(args: argparse.Namespace) -> "Config":
