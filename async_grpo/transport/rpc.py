@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _MAX_ERROR_CHARACTERS = 500
 _MAX_BATCH = 64
 """Messages taken in one go before timers are looked at."""
+_TURNS_TO_HAND_OUT = 2
+"""Of the event loop, from a message's being read to its being handed to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class RpcServer:
                 zmq.ROUTER_HANDOVER: 1,
                 zmq.MAXMSGSIZE: self._max_frame_bytes,
                 zmq.SNDHWM: 64,
-                zmq.RCVHWM: 16,
+                zmq.RCVHWM: 0,  # see RpcClient.open; credit limits what honest peers send
             },
         )
         try:
@@ -208,13 +210,17 @@ class RpcClient:
             self._socket,
             {
                 zmq.IDENTITY: self._identity,
-                zmq.IMMEDIATE: 1,  # nothing is queued for a server that is not there
+                # 1 would throw away replies that had arrived when the connection broke. At 0 a try
+                # that nobody hears is heard late, by the next server: requests are idempotent.
+                zmq.IMMEDIATE: 0,
                 zmq.LINGER: 0,  # whoever wants a reply has awaited it
                 zmq.MAXMSGSIZE: self._max_frame_bytes,
                 zmq.RECONNECT_IVL: 100,
                 zmq.RECONNECT_IVL_MAX: 2000,
                 zmq.SNDHWM: 16,
-                zmq.RCVHWM: 16,
+                # No limit: there are never more replies than calls. At a limit libzmq stops reading,
+                # and if the peer is lost meanwhile its heartbeat timer aborts the process.
+                zmq.RCVHWM: 0,
             },
         )
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -327,9 +333,21 @@ class RpcClient:
         while True:
             await recv_monitor_message(self._monitor)
             logger.info("%s: connection lost, reconnecting", self.peer)
-            for attempt in self._tries.values():
-                if attempt.sent and not attempt.answer.done():
+            sent_before = [attempt for attempt in self._tries.values() if attempt.sent]
+            await self._let_receive()
+            for attempt in sent_before:
+                if not attempt.answer.done():
                     attempt.answer.set_result(None)
+
+    async def _let_receive(self) -> None:
+        """Until `_receive` has handed out all replies that arrived before the connection broke.
+
+        A server that ends closes right behind its last replies; they are answers none the less.
+        """
+        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            await asyncio.sleep(0)
+        for _ in range(_TURNS_TO_HAND_OUT):
+            await asyncio.sleep(0)
 
 
 def backoff(first_s: float = 0.05, most_s: float = 2.0) -> Iterator[float]:

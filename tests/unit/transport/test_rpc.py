@@ -1,6 +1,7 @@
 """Real sockets on loopback; ports are chosen by the system."""
 
 import asyncio
+import select
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -143,6 +144,30 @@ async def test_restarted_server_gets_what_was_unanswered_at_once():
             await asyncio.wait_for(arrived.wait(), 20)
         async with serving(echo, address):
             assert (await asyncio.wait_for(call, 20)).reply == Ok()
+
+
+async def test_replies_sent_just_before_the_server_closed_are_answers():
+    num_calls = 30
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    async with client_of(f"tcp://127.0.0.1:{port}") as client:
+        calls = [
+            asyncio.create_task(client.call(Stats(), timeout_s=3, try_timeout_s=3))
+            for _ in range(num_calls)
+        ]
+        async with asyncio.timeout(20):
+            asked = [await router.recv_multipart() for _ in range(num_calls)]
+        # the client's loop stands still until both the replies and the end have reached it
+        blocking = zmq.Socket.shadow(router)
+        for peer, frame in asked:
+            request_id, _ = envelope.open_envelope(frame)
+            blocking.send_multipart([peer, envelope.encode(request_id, Ok())])
+        router.close(linger=5000)
+        context.term()
+        assert select.select([client._monitor.FD], [], [], 10)[0]
+        answers = await asyncio.gather(*calls)
+    assert [answer.reply for answer in answers] == [Ok()] * num_calls
 
 
 async def test_call_from_another_loop_is_refused():
