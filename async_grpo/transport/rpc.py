@@ -218,8 +218,8 @@ class RpcClient:
                 zmq.RECONNECT_IVL: 100,
                 zmq.RECONNECT_IVL_MAX: 2000,
                 zmq.SNDHWM: 16,
-                # No limit: there are never more replies than calls. At a limit libzmq stops reading,
-                # and if the peer is lost meanwhile its heartbeat timer aborts the process.
+                # No limit: there are never more replies than calls. At a limit libzmq stops to
+                # read, and if the peer is lost meanwhile its heartbeat timer aborts the process.
                 zmq.RCVHWM: 0,
             },
         )
@@ -344,9 +344,10 @@ class RpcClient:
 
         A server that ends closes right behind its last replies; they are answers none the less.
         """
-        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
-            await asyncio.sleep(0)
-        for _ in range(_TURNS_TO_HAND_OUT):
+        quiet_turns = 0
+        while quiet_turns < _TURNS_TO_HAND_OUT:
+            waiting = int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
+            quiet_turns = 0 if waiting else quiet_turns + 1
             await asyncio.sleep(0)
 
 
