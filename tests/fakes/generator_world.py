@@ -17,9 +17,11 @@ from async_grpo.config.schema import Config
 from async_grpo.config.task import TaskSection
 from async_grpo.config.weights import WeightsSection
 from async_grpo.generation.client import HttpEngineClient
+from async_grpo.generation.sample_log import SampleLog
 from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import RewardPool
 from async_grpo.roles.generator import Generator
+from async_grpo.tasks.held_out import split_task
 from async_grpo.tasks.prompts import PromptSource
 from async_grpo.tasks.reverse import ReverseTask
 from async_grpo.types import Prompt, RewardOutcome
@@ -137,6 +139,7 @@ class World:
         self._manual = manual
         self._slots = slots
         self.witness_path = directory / "witness.jsonl"
+        self.samples_path = directory / "samples.jsonl"
         self.failure_expected = False
         self.generator: Generator
         self.task: asyncio.Task[str]
@@ -158,7 +161,9 @@ class World:
     async def running(self) -> AsyncIterator["World"]:
         """The generator runs inside the block; its failure is raised at the end."""
         tokenizer = LetterTokenizer()
-        with WitnessLog(self.witness_path) as witness:
+        train_task, held_out = split_task(ReverseTask(seed=0), self.config.eval, seed=0)
+        samples = SampleLog(self.samples_path, generator="gen", max_per_version=4)
+        with WitnessLog(self.witness_path) as witness, samples:
             self.generator = Generator(
                 self.config,
                 "gen",
@@ -167,10 +172,11 @@ class World:
                     partial(self._start_engine, slot) for slot in range(self._num_engines)
                 ],
                 make_client=partial(HttpEngineClient, control_timeout_s=2.0),
-                prompts=PromptSource(ReverseTask(seed=0), tokenizer),
+                prompts=PromptSource(train_task, tokenizer, held_out=held_out),
                 tokenizer=tokenizer,
                 rewards=self.rewards,
                 witness=witness,
+                samples=samples,
             )
             self.task = asyncio.create_task(self.generator.run())
             try:
