@@ -33,14 +33,33 @@ class Path(StrEnum):
     UPDATE_FROM_DISTRIBUTED = "/update_weights_from_distributed"
     END_UPDATE = "/end_weight_update"
     WEIGHTS_CHECKER = "/weights_checker"
+    UPDATE_FROM_DISK = "/update_weights_from_disk"
+    UPDATE_VERSION = "/update_weight_version"
+    LOADS = "/v1/loads"
+    METRICS = "/metrics"
+
+
+OPEN_PATHS = frozenset({Path.READY, Path.HEALTH, Path.METRICS})
+"""Answered without a key."""
+ADMIN_PATHS = frozenset(
+    {
+        Path.FLUSH_CACHE, Path.PAUSE, Path.CONTINUE, Path.ABORT, Path.INIT_GROUP,
+        Path.DESTROY_GROUP, Path.BEGIN_UPDATE, Path.UPDATE_FROM_DISTRIBUTED, Path.END_UPDATE,
+        Path.WEIGHTS_CHECKER, Path.UPDATE_FROM_DISK, Path.UPDATE_VERSION,
+    }
+)  # fmt: skip
+"""Need the admin key where there is one, else the API key. The rest needs the API key."""
 
 
 class PauseMode(StrEnum):
     """What happens to running requests; see `docs/architecture.md`."""
 
     ABORT = "abort"
+    """they return now, with what they have sampled"""
     RETRACT = "retract"
+    """their KV is freed, and computed afresh when decoding goes on"""
     IN_PLACE = "in_place"
+    """they are frozen with their KV"""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
@@ -174,6 +193,63 @@ class UpdateFromDistributedRequest(msgspec.Struct, kw_only=True):
     abort_all_requests: bool = False
     weight_version: str | None = None
     load_format: str | None = None
+    """FLATTENED_BUCKET, or None: one broadcast per tensor, in order, in its declared dtype"""
+
+
+class UpdateFromDiskRequest(msgspec.Struct, kw_only=True):
+    """Body of /update_weights_from_disk; needs no session."""
+
+    model_path: str
+    """directory with safetensors files, as the engine's machine sees it"""
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class UpdateFromDiskReply(msgspec.Struct, kw_only=True):
+    """Reply of /update_weights_from_disk."""
+
+    success: bool
+    message: str = ""
+    num_paused_requests: int = 0
+
+
+class UpdateVersionRequest(msgspec.Struct, kw_only=True):
+    """Body of /update_weight_version: another name for the present weights."""
+
+    new_version: str
+    abort_all_requests: bool = True
+    """SGLang's default: a mere rename ends every request unless one says otherwise"""
+
+
+class UpdateVersionReply(msgspec.Struct, kw_only=True):
+    """Reply of /update_weight_version."""
+
+    success: bool
+    message: str = ""
+    new_version: str = ""
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """How busy one data-parallel rank is; the real one has more fields."""
+
+    dp_rank: int = 0
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    token_usage: float = 0.0
+    """share of the KV cache that unfinished requests occupy"""
+    max_total_num_tokens: int = 0
+    """the KV cache, in tokens"""
+    max_running_requests: int = 0
+    gen_throughput: float = 0.0
+    """tokens/s sampled of late"""
+
+
+class LoadsReply(msgspec.Struct, kw_only=True):
+    """Reply of /v1/loads?include=core."""
+
+    loads: list[Load]
 
 
 class ControlReply(msgspec.Struct, kw_only=True):

@@ -50,6 +50,12 @@ class EngineSection:
     """One control call, other than the collective ones."""
     max_restarts: int = 5
     """Starts after the first, per engine slot."""
+    api_key_file: str = ""
+    """File with the key that engines ask for and clients send (`Authorization: Bearer KEY`); empty:
+    the environment variable ASYNC_GRPO_ENGINE_API_KEY, or no key."""
+    admin_api_key_file: str = ""
+    """File with the key of the control calls (pauses, aborts, weight updates), which then refuse
+    the other one; empty: ASYNC_GRPO_ENGINE_ADMIN_API_KEY, or the API key."""
 
     def problems(self, where: str) -> Iterator[str]:
         """Every complaint about this section."""

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -44,7 +45,20 @@ class Sampled:
     """of the weights that sampled the last token, or that would have sampled the first"""
     switches: list[tuple[int, str]]
     """(number of tokens, version that sampled up to there) at each change of weights"""
+    num_retractions: int = 0
+    """how often its KV was freed by `Batching.retract`"""
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """What the batching thread holds at an instant."""
+
+    num_running: int
+    num_kv_tokens: int
+    """KV entries of running requests"""
+    num_sampled_tokens: int
+    """by requests that are unfinished"""
 
 
 class _StampingRouter(OutputRouter):
@@ -72,6 +86,9 @@ class Batching:
     Args:
         on_finished: called on the event loop for each request that ended.
         on_death: called on the event loop once if decoding ends unasked, with the reason.
+
+    Attributes:
+        num_cache_tokens: size of the KV cache.
     """
 
     def __init__(
@@ -94,9 +111,11 @@ class Batching:
             ),
             continuous_batching_config=_batching_config(model, config),
         )
+        self.num_cache_tokens = _num_blocks(model, config)[0] * config.page_size
         self._router = _StampingRouter(self._finish, version)
         self._manager.output_router = self._router
         self._switches: dict[str, list[tuple[int, str]]] = {}
+        self._retractions: Counter[str] = Counter()
         self._on_finished = on_finished
         self._on_death = on_death
         self._loop = asyncio.get_running_loop()
@@ -153,6 +172,19 @@ class Batching:
         context: AbstractContextManager[None] = self._manager.pause()
         return context
 
+    def occupancy(self) -> Occupancy:
+        """Any thread, at any time: reads without a lock, so the parts may be a step apart."""
+        processor = self._manager.batch_processor
+        if processor is None:  # the thread is starting
+            return Occupancy(0, 0, 0)
+        running = list(processor.scheduler.active_requests.values())
+        waiting = list(processor.scheduler.waiting_requests.values())
+        return Occupancy(
+            num_running=len(running),
+            num_kv_tokens=sum(state.current_len() for state in running),
+            num_sampled_tokens=sum(len(state.logprobs) for state in [*running, *waiting]),
+        )
+
     # ---- model thread, under a pause
 
     def cancel(self, keys: Sequence[str]) -> dict[str, Sampled]:
@@ -163,7 +195,21 @@ class Batching:
                 output = state.to_generation_output()  # type: ignore[no-untyped-call]  # ditto
                 partial[key] = self._sampled(output, self.version)
             self._manager.cancel_request(key)
+        self._admit_again()
         return partial
+
+    def retract(self) -> int:
+        """Free the KV of running requests, and queue them before all others; how many there were.
+
+        When decoding goes on they are read again, what they have sampled included, and continue
+        with the log-probs of the weights of that time.
+        """
+        running = list(self._manager.batch_processor.scheduler.active_requests.values())
+        for state in reversed(running):
+            self._restart(state)
+            self._retractions[state.request_id] += 1
+        self._admit_again()
+        return len(running)
 
     def switch_version(self, version: str) -> None:
         """The weights were replaced: tokens from here on are sampled under `version`."""
@@ -188,10 +234,20 @@ class Batching:
         return state
 
     def _restart(self, state: RequestState) -> None:
-        """Prefill a half-read prompt afresh, or its first token would come from mixed weights."""
+        """Free its KV and make it the first of those that wait.
+
+        A half-read prompt, too, must be read afresh after an update, or its first token would come
+        from mixed weights.
+        """
         scheduler = self._manager.batch_processor.scheduler
         scheduler.finish_request(state.request_id)
-        scheduler.add_waiting_request(state.create_equivalent_initial_request())
+        again = state.create_equivalent_initial_request()
+        scheduler.waiting_requests[again.request_id] = again
+        scheduler.waiting_requests_order.appendleft(again.request_id)
+
+    def _admit_again(self) -> None:
+        """After a full cache only the end of a request lets waiting ones in; this is one, too."""
+        self._manager.batch_processor.scheduler.block_new_requests = False
 
     def _finish(self, outputs: list[GenerationOutput], version: str) -> None:
         for output in outputs:
@@ -203,6 +259,7 @@ class Batching:
             logprobs=output.logprobs,
             version=version,
             switches=self._switches.pop(output.request_id, []),
+            num_retractions=self._retractions.pop(output.request_id, 0),
             error=output.error,
         )
 

@@ -6,6 +6,7 @@ from async_grpo.engine.batching import Sampled
 from async_grpo.engine_api import GenerateReply, GenerateRequest, MetaInfo, WeightVersionSpan
 
 ABORTED = {"type": "abort", "message": "Aborted"}
+ABORTED_WAITING = {"type": "abort", "message": "Abort in waiting queue"}
 
 
 def make_reply(
@@ -40,6 +41,7 @@ def make_reply(
         completion_tokens=len(ids),
         weight_version=sampled.version,
         weight_versions=version_spans(sampled),
+        num_retractions=sampled.num_retractions,
         e2e_latency=latency_s,
     )
     if request.return_logprob:

@@ -5,25 +5,28 @@ handler, and with it the backend's `generate`.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from async_grpo.engine.admission import Limits, RequestRefused, parse_generate
+from async_grpo.config.engine_keys import EngineKeys
+from async_grpo.engine.admission import RequestRefused, parse_generate
+from async_grpo.engine.backend import EngineBackend
+from async_grpo.engine.key_check import require_keys
 from async_grpo.engine_api import (
     AbortRequest,
     ControlReply,
     DestroyGroupRequest,
-    GenerateReply,
-    GenerateRequest,
     InitGroupRequest,
-    ModelInfo,
+    LoadsReply,
     Path,
-    PauseMode,
     PauseRequest,
-    ServerInfo,
+    UpdateFromDiskReply,
+    UpdateFromDiskRequest,
     UpdateFromDistributedRequest,
+    UpdateVersionReply,
+    UpdateVersionRequest,
     WeightsCheckerReply,
     WeightsCheckerRequest,
 )
@@ -34,87 +37,9 @@ Body = TypeVar("Body")
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
-class EngineBackend(Protocol):
-    """What the routes need of an engine. Event-loop thread only.
-
-    Every method may raise RequestRefused, which becomes the HTTP answer.
-    """
-
-    @property
-    def limits(self) -> Limits:
-        """What one request may ask for."""
-        ...
-
-    @property
-    def paused(self) -> bool:
-        """Decoding is stopped by /pause_generation."""
-        ...
-
-    @property
-    def failure(self) -> str:
-        """Why this engine will never decode again; empty while it can."""
-        ...
-
-    async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """One completion; cancelling the call aborts it."""
-        ...
-
-    async def abort(self, rid: str) -> None:
-        """End one request; its `generate` returns the partial output. Unknown ids: nothing."""
-        ...
-
-    async def abort_all(self) -> None:
-        """End all requests."""
-        ...
-
-    def model_info(self) -> ModelInfo:
-        """Model and weight_version."""
-        ...
-
-    def server_info(self) -> ServerInfo:
-        """Sizes."""
-        ...
-
-    async def flush_cache(self) -> None:
-        """Drop cached prefixes; refused while requests are unfinished."""
-        ...
-
-    async def pause(self) -> None:
-        """Stop decoding in place."""
-        ...
-
-    async def resume(self) -> None:
-        """Go on."""
-        ...
-
-    async def init_group(self, request: InitGroupRequest) -> None:
-        """Join an update group; returns when all ranks have met."""
-        ...
-
-    async def destroy_group(self, request: DestroyGroupRequest) -> None:
-        """Leave it."""
-        ...
-
-    async def begin_update(self) -> None:
-        """Open an update session."""
-        ...
-
-    async def update(self, request: UpdateFromDistributedRequest) -> None:
-        """Receive and load one bucket."""
-        ...
-
-    async def end_update(self) -> None:
-        """Close the session."""
-        ...
-
-    async def checksum(self) -> str:
-        """Hash over all weights, computed now."""
-        ...
-
-
-def make_app(backend: EngineBackend) -> web.Application:
-    """The application that serves `backend`."""
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
+def make_app(backend: EngineBackend, keys: EngineKeys) -> web.Application:
+    """The application that serves `backend` to holders of `keys`."""
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[require_keys(keys)])
     inference = _InferenceRoutes(backend)
     control = _ControlRoutes(backend)
     routes: list[tuple[str, Path, Handler]] = [
@@ -125,6 +50,8 @@ def make_app(backend: EngineBackend) -> web.Application:
         ("GET", Path.SERVER_INFO, inference.server_info),
         ("GET", Path.READY, inference.ready),
         ("GET", Path.HEALTH, inference.health),
+        ("GET", Path.LOADS, inference.loads),
+        ("GET", Path.METRICS, inference.metrics),
         ("GET", Path.FLUSH_CACHE, control.flush_cache),
         ("POST", Path.FLUSH_CACHE, control.flush_cache),
         ("POST", Path.PAUSE, control.pause),
@@ -134,6 +61,8 @@ def make_app(backend: EngineBackend) -> web.Application:
         ("POST", Path.BEGIN_UPDATE, control.begin_update),
         ("POST", Path.UPDATE_FROM_DISTRIBUTED, control.update),
         ("POST", Path.END_UPDATE, control.end_update),
+        ("POST", Path.UPDATE_FROM_DISK, control.update_from_disk),
+        ("POST", Path.UPDATE_VERSION, control.update_version),
         ("GET", Path.WEIGHTS_CHECKER, control.weights_checker),
         ("POST", Path.WEIGHTS_CHECKER, control.weights_checker),
     ]
@@ -174,6 +103,13 @@ class _InferenceRoutes:
     async def server_info(self, http: web.Request) -> web.Response:
         return _json(self._backend.server_info())
 
+    async def loads(self, http: web.Request) -> web.Response:
+        """The core figures, whatever `include` asks for besides."""
+        return _json(LoadsReply(loads=[self._backend.load()]))
+
+    async def metrics(self, http: web.Request) -> web.Response:
+        return web.Response(text=self._backend.metrics(), content_type="text/plain")
+
     async def ready(self, http: web.Request) -> web.Response:
         if self._backend.failure or self._backend.paused:
             return web.Response(status=503, text=self._backend.failure or "paused")
@@ -203,11 +139,7 @@ class _ControlRoutes:
         """`{"status", "message"}`."""
         try:
             request = await _parse(http, PauseRequest)
-            if request.mode is not PauseMode.IN_PLACE:
-                raise RequestRefused(
-                    f"pause mode {request.mode.value!r} is not supported yet; use 'in_place'"
-                )
-            await self._backend.pause()
+            await self._backend.pause(request.mode)
         except RequestRefused as refused:
             return _json({"status": "error", "message": refused.message}, status=refused.status)
         return _json({"status": "ok", "message": "Generation paused."})
@@ -234,6 +166,33 @@ class _ControlRoutes:
 
     async def end_update(self, http: web.Request) -> web.Response:
         return await _control(http, dict, lambda _: self._backend.end_update())
+
+    async def update_from_disk(self, http: web.Request) -> web.Response:
+        """`{"success", "message", "num_paused_requests"}`."""
+        try:
+            request = await _parse(http, UpdateFromDiskRequest)
+            num_paused = await self._backend.update_from_disk(request)
+        except RequestRefused as refused:
+            reply = UpdateFromDiskReply(success=False, message=refused.message)
+            return _json(reply, status=refused.status)
+        return _json(
+            UpdateFromDiskReply(success=True, message="Succeeded.", num_paused_requests=num_paused)
+        )
+
+    async def update_version(self, http: web.Request) -> web.Response:
+        """`{"success", "message", "new_version"}`."""
+        try:
+            request = await _parse(http, UpdateVersionRequest)
+            await self._backend.update_version(request)
+        except RequestRefused as refused:
+            reply = UpdateVersionReply(success=False, message=refused.message)
+            return _json(reply, status=refused.status)
+        version = request.new_version
+        return _json(
+            UpdateVersionReply(
+                success=True, message=f"Weight version updated to {version}", new_version=version
+            )
+        )
 
     async def weights_checker(self, http: web.Request) -> web.Response:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from async_grpo.config.engine_keys import load_engine_keys
 from async_grpo.config.schema import Config
 from async_grpo.engine.embedded import EmbeddedEngine
 from async_grpo.engine.model import LoadedModel, load_model
@@ -28,7 +29,7 @@ def main(config: Config, *, port: int) -> None:
         port: 0 for one that the system chooses.
 
     Raises:
-        ConfigError: the model does not load or does not fit.
+        ConfigError: the model does not load or does not fit, or a key cannot be read.
         GenerationError: the batching loop died, or the port cannot be bound.
     """
     torch.set_num_threads(config.engine.threads)
@@ -42,15 +43,17 @@ async def serve(
     """Serve `model` until SIGTERM; `announce` gets the URL once it listens.
 
     Raises:
+        ConfigError: a key cannot be read.
         GenerationError: the batching loop died, or the port cannot be bound.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
+    keys = load_engine_keys(config.engine)
     engine = EmbeddedEngine(config, model)
     engine.start()
     runner = web.AppRunner(
-        make_app(engine), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        make_app(engine, keys), access_log=None, handler_cancellation=True, shutdown_timeout=1.0
     )
     try:
         await runner.setup()

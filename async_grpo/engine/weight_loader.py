@@ -1,16 +1,19 @@
-"""Receive flattened buckets and copy them into the model in place. Model thread only.
+"""Receive weights, or read them from a disk, and copy them into the model in place.
 
-A bucket is checked whole before anything is copied, so a refused one leaves the weights as they
-were. Its bytes are received first all the same: the sender is already broadcasting, and nothing
-else would free it. Knows nothing of requests, pauses or sessions.
+An update is checked whole before anything is copied, so a refused one leaves the weights as they
+were. What is broadcast is received first all the same: the sender is already broadcasting, and
+nothing else would free it. Knows nothing of requests, pauses or sessions. Model thread only.
 """
 
 import hashlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from async_grpo.engine.admission import RequestRefused
+from async_grpo.engine.checkpoint_files import CheckpointFiles
 from async_grpo.engine_api import (
     FLATTENED_BUCKET,
     DestroyGroupRequest,
@@ -34,6 +37,7 @@ class WeightLoader:
             module.named_parameters(remove_duplicate=False)
         )
         self._unique: list[tuple[str, torch.nn.Parameter]] = list(module.named_parameters())
+        self._module = module
         self._device = device
         self._timeout_s = timeout_s
         self._groups: dict[str, tuple[UpdateGroup, torch.device]] = {}
@@ -75,7 +79,7 @@ class WeightLoader:
         entry[0].close()
 
     def load(self, request: UpdateFromDistributedRequest) -> None:
-        """Receive one bucket and copy it into the parameters.
+        """Receive tensors, as one bucket or one by one, and copy them into the parameters.
 
         Raises:
             RequestRefused: nothing was copied; the message says why.
@@ -83,15 +87,48 @@ class WeightLoader:
         sizes = _sizes(request)
         if request.group_name not in self._groups:
             raise RequestRefused(f"there is no update group {request.group_name!r}")
-        payload = self._receive(request.group_name, sum(sizes))
-        self._check(request)
-        offset = 0
+        if request.load_format == FLATTENED_BUCKET:
+            payload = self._receive_bucket(request.group_name, sum(sizes))
+            self._check(request)
+            pieces = torch.split(payload, sizes)
+            tensors = [
+                piece.view(_DTYPES[dtype]).view(shape)
+                for piece, dtype, shape in zip(pieces, request.dtypes, request.shapes, strict=True)
+            ]
+        else:
+            tensors = self._receive_each(request)
+            self._check(request)
         with torch.no_grad():
-            for name, shape, size in zip(request.names, request.shapes, sizes, strict=True):
-                parameter = self._parameters[name]
-                received = payload[offset : offset + size].view(parameter.dtype)
-                parameter.copy_(received.view(shape))
-                offset += size
+            for name, tensor in zip(request.names, tensors, strict=True):
+                self._parameters[name].copy_(tensor)
+
+    def open_directory(self, path: str) -> CheckpointFiles:
+        """The weights in a directory of safetensors, checked against the model but not yet read.
+
+        Raises:
+            RequestRefused: files are missing or damaged, or hold another model.
+        """
+        files = CheckpointFiles(Path(path))
+        known = {**self._parameters, **dict(self._module.named_buffers())}
+        problems = files.mismatches({name: tuple(tensor.shape) for name, tensor in known.items()})
+        present = {id(self._parameters[name]) for name in files.names if name in self._parameters}
+        problems += [
+            f"{name} is missing" for name, tensor in self._unique if id(tensor) not in present
+        ]
+        if problems:
+            raise RequestRefused(f"{path} does not fit the model: " + "; ".join(problems))
+        return files
+
+    def load_directory(self, files: CheckpointFiles) -> None:
+        """Copy them into the parameters, in the parameters' dtype.
+
+        Raises:
+            RequestRefused: reading failed; the weights may be mixed then.
+        """
+        with torch.no_grad():
+            for name, tensor in files.tensors():
+                if (parameter := self._parameters.get(name)) is not None:
+                    parameter.copy_(tensor)
 
     def checksum(self) -> str:
         """Hash over names, shapes and bytes of all parameters, tied ones once."""
@@ -108,16 +145,22 @@ class WeightLoader:
             group.close()
         self._groups.clear()
 
-    def _receive(self, group_name: str, num_bytes: int) -> torch.Tensor:
+    def _receive_bucket(self, group_name: str, num_bytes: int) -> torch.Tensor:
         group, device = self._groups[group_name]
         if self._buffer.numel() < num_bytes or self._buffer.device != device:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         payload = self._buffer[:num_bytes]
-        try:
-            group.broadcast(payload)
-        except WeightSyncError as error:
-            raise RequestRefused(f"Failed to receive weights: {error}") from error
+        _receive(group, [payload])
         return payload
+
+    def _receive_each(self, request: UpdateFromDistributedRequest) -> list[torch.Tensor]:
+        group, device = self._groups[request.group_name]
+        tensors = [
+            torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+            for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+        ]
+        _receive(group, tensors)
+        return tensors
 
     def _check(self, request: UpdateFromDistributedRequest) -> None:
         problems = []
@@ -131,11 +174,19 @@ class WeightLoader:
                 problems.append(f"{name} is {parameter.dtype}, not {dtype}")
             if list(parameter.shape) != shape:
                 problems.append(f"{name} has shape {list(parameter.shape)}, not {shape}")
-            if offset % parameter.dtype.itemsize:
+            if request.load_format == FLATTENED_BUCKET and offset % parameter.dtype.itemsize:
                 problems.append(f"{name}: Unaligned received tensor at byte {offset}")
             offset += _num_bytes(dtype, shape)
         if problems:
             raise RequestRefused("nothing was loaded: " + "; ".join(problems))
+
+
+def _receive(group: UpdateGroup, tensors: Sequence[torch.Tensor]) -> None:
+    try:
+        for tensor in tensors:
+            group.broadcast(tensor)
+    except WeightSyncError as error:
+        raise RequestRefused(f"Failed to receive weights: {error}") from error
 
 
 def _sizes(request: UpdateFromDistributedRequest) -> list[int]:
@@ -144,9 +195,10 @@ def _sizes(request: UpdateFromDistributedRequest) -> list[int]:
     Raises:
         RequestRefused: before anything is received: the request does not even say how much.
     """
-    if request.load_format != FLATTENED_BUCKET:
+    if request.load_format not in (None, FLATTENED_BUCKET):
         raise RequestRefused(
-            f"load_format {request.load_format!r} is not supported; use {FLATTENED_BUCKET!r}"
+            f"load_format {request.load_format!r} is not supported; use {FLATTENED_BUCKET!r} or "
+            "null"
         )
     if not len(request.names) == len(request.dtypes) == len(request.shapes):
         raise RequestRefused("names, dtypes and shapes differ in length")

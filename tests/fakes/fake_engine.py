@@ -15,6 +15,7 @@ collective: the content of the weights is just the name that the last bucket bri
 import asyncio
 import hashlib
 import math
+import pathlib
 import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +27,7 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
+from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.engine.admission import Limits, RequestRefused
 from async_grpo.engine.routes import make_app
 from async_grpo.engine_api import (
@@ -34,11 +36,15 @@ from async_grpo.engine_api import (
     GenerateReply,
     GenerateRequest,
     InitGroupRequest,
+    Load,
     MetaInfo,
     ModelInfo,
     Path,
+    PauseMode,
     ServerInfo,
+    UpdateFromDiskRequest,
     UpdateFromDistributedRequest,
+    UpdateVersionRequest,
     WeightVersionSpan,
 )
 
@@ -98,6 +104,7 @@ class _Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
+    num_retractions: int = 0
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
@@ -118,6 +125,8 @@ class FakeEngine:
         weight_version: the label that replies carry.
         loaded: the weights that log-probs come from; follows weight_version unless a fault.
         max_in_flight: largest number of requests seen at once.
+        pauses: the mode of each pause so far.
+        num_flushes: successful flushes so far.
     """
 
     def __init__(
@@ -129,8 +138,14 @@ class FakeEngine:
         seed: int = 0,
         manual: bool = False,
         weight_version: str = "default",
+        keys: EngineKeys | None = None,
     ) -> None:
         self.url = ""
+        self._keys = keys or EngineKeys()
+        self.pauses: list[PauseMode] = []
+        self.num_flushes = 0
+        self._kv_is_free = False
+        self._num_finished = self._num_aborted = 0
         self.calls: list[Call] = []
         self.script: Callable[[GenerateRequest], Script] = self.random_script
         self.manual = manual
@@ -156,7 +171,7 @@ class FakeEngine:
 
     async def start(self, *, port: int = 0) -> str:
         """Listen on loopback; the base URL."""
-        app = make_app(self)
+        app = make_app(self, self._keys)
         app.middlewares.append(self._observe)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -296,12 +311,52 @@ class FakeEngine:
             dtype="float32",
         )
 
-    async def flush_cache(self) -> None:
-        if self._running:
-            raise RequestRefused(f"{len(self._running)} requests are unfinished")
+    def load(self) -> Load:
+        kv = [len(r.request.input_ids) + len(r.token_ids) for r in self._running.values()]
+        size = self._max_running_requests * self._limits.context_length
+        waiting = len(kv) if self._kv_is_free else 0
+        return Load(
+            num_running_reqs=len(kv) - waiting,
+            num_waiting_reqs=waiting,
+            token_usage=0.0 if self._kv_is_free else sum(kv) / size,
+            max_total_num_tokens=size,
+            max_running_requests=self._max_running_requests,
+        )
 
-    async def pause(self) -> None:
+    def metrics(self) -> str:
+        load = self.load()
+        values = {
+            "num_running_reqs": load.num_running_reqs,
+            "num_queue_reqs": load.num_waiting_reqs,
+            "token_usage": load.token_usage,
+            "num_requests_total": self._num_finished,
+            "num_aborted_requests_total": self._num_aborted,
+        }
+        return "".join(f'sglang:{name}{{model_name="fake"}} {v}\n' for name, v in values.items())
+
+    @property
+    def _flushable(self) -> bool:
+        return self._kv_is_free or not self._running
+
+    async def flush_cache(self) -> None:
+        if not self._flushable:
+            raise RequestRefused(f"{len(self._running)} requests are unfinished")
+        self.num_flushes += 1
+
+    async def pause(self, mode: PauseMode) -> None:
         self._paused = True
+        self.pauses.append(mode)
+        if mode is PauseMode.ABORT:
+            await self.abort_all()
+        if mode is PauseMode.RETRACT:
+            self._retract()
+        if mode is not PauseMode.IN_PLACE:
+            self._kv_is_free = True
+
+    def _retract(self) -> None:
+        if not self._kv_is_free:
+            for running in self._running.values():
+                running.num_retractions += bool(running.token_ids)
 
     async def resume(self) -> None:
         self._paused = False
@@ -321,24 +376,45 @@ class FakeEngine:
             raise RequestRefused("a weight update is open")
         self.session_open = True
 
+    async def update_from_disk(self, request: UpdateFromDiskRequest) -> int:
+        if self.session_open:
+            raise RequestRefused("a weight update is open")
+        if not (pathlib.Path(request.model_path) / "model.safetensors").is_file():
+            raise RequestRefused(f"{request.model_path} holds no safetensors files")
+        if request.abort_all_requests:
+            await self.abort_all()
+        if not self._paused:
+            self._retract()
+        self.weight_version = self.loaded = request.weight_version or "unversioned"
+        if request.flush_cache and self._paused and not self._flushable:
+            raise RequestRefused("Weights were updated, but the cache was not flushed")
+        return len(self._running) if self._paused else 0
+
+    async def update_version(self, request: UpdateVersionRequest) -> None:
+        if request.abort_all_requests:
+            await self.abort_all()
+        self.weight_version = request.new_version
+
     async def update(self, request: UpdateFromDistributedRequest) -> None:
         fault = self._current_fault()
         if not self.session_open:
             raise RequestRefused("must run between begin_weight_update and end_weight_update")
-        if request.load_format != FLATTENED_BUCKET:
+        if request.load_format not in (None, FLATTENED_BUCKET):
             raise RequestRefused(f"load_format {request.load_format!r} is not supported")
         if request.group_name not in self.groups:
             raise RequestRefused(f"no group {request.group_name!r}")
         if not len(request.names) == len(request.dtypes) == len(request.shapes):
             raise RequestRefused("names, dtypes and shapes differ in length")
-        if request.flush_cache and self._running:
-            raise RequestRefused("the cache cannot be flushed while requests are unfinished")
+        if request.abort_all_requests:
+            await self.abort_all()
         self.updates.append(request)
         if request.weight_version is not None:
             if fault is not Fault.WRONG_VERSION:
                 self.weight_version = request.weight_version
             if fault is not Fault.NOT_LOADED:
                 self.loaded = request.weight_version
+        if request.flush_cache and not self._flushable:
+            raise RequestRefused("Weights were updated, but the cache was not flushed")
 
     async def end_update(self) -> None:
         if not self.session_open:
@@ -352,6 +428,8 @@ class FakeEngine:
     # ---- inside
 
     def _go_on(self) -> None:
+        if not self._stopped:
+            self._kv_is_free = False
         if not self._stopped and not self.manual:
             for running in list(self._running.values()):
                 self._advance(running, running.request.sampling_params.max_new_tokens)
@@ -379,6 +457,8 @@ class FakeEngine:
 
     def _finish(self, running: _Running, finish_reason: dict[str, Any]) -> None:
         if not running.done.done():
+            self._num_finished += 1
+            self._num_aborted += finish_reason["type"] == "abort"
             running.done.set_result(msgspec.to_builtins(self._reply(running, finish_reason)))
 
     def _reply(self, running: _Running, finish_reason: dict[str, Any]) -> GenerateReply:
@@ -406,6 +486,7 @@ class FakeEngine:
             input_token_logprobs=prompt_logprobs,
             weight_version=spans[-1].version if spans else self.weight_version,
             weight_versions=spans,
+            num_retractions=running.num_retractions,
         )
         return GenerateReply(output_ids=running.token_ids, meta_info=meta)
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -22,6 +22,9 @@ import yaml
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.fakes.fake_engine import EOS, FakeEngine
+
+if TYPE_CHECKING:
+    from tests.contracts.engine.update_tools import Sender
 
 VOCAB_SIZE = 50
 CONTEXT_LENGTH = 4096
@@ -37,8 +40,10 @@ class Traits:
 
     real_weights: bool = True
     """Log-probs come from a model, and updates from a collective."""
-    only_in_place: bool = True
-    """Other pause modes are refused. (SGLang has three.)"""
+    begin_waits: bool = False
+    """An update that begins unpaused waits for running requests. (Ours stops decoding.)"""
+    metrics: bool = True
+    """/metrics is served. (SGLang needs --enable-metrics.)"""
     refuses_unknown_tensors: bool = True
     """SGLang answers 200 and silently ignores a tensor it does not know."""
     update_is_atomic: bool = True
@@ -98,6 +103,27 @@ def body_of(num_tokens: int, *, sampling: dict[str, Any] | None = None, **fields
         | (sampling or {}),
         "return_logprob": True,
     } | fields
+
+
+def logprobs_of(reply: dict[str, Any]) -> list[float]:
+    """Of the sampled tokens."""
+    return [pair[0] for pair in reply["meta_info"]["output_token_logprobs"]]
+
+
+def check_partial(reply: dict[str, Any]) -> None:
+    """An abort with what was sampled until then."""
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    count = len(reply["output_ids"])
+    assert 8 <= count < CONTEXT_LENGTH - 100
+    assert len(logprobs_of(reply)) == count
+    assert reply["meta_info"]["weight_versions"][-1]["end"] == count
+
+
+async def until_idle(engine: Subject) -> None:
+    """The API has no notice of idleness, so it must be asked."""
+    async with asyncio.timeout(10):
+        while (await engine.get("/flush_cache"))[0] != 200:
+            await engine.get("/model_info")
 
 
 def _content(text: str) -> Any:
@@ -206,7 +232,8 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
             yield subject
     else:
         traits = Traits(
-            only_in_place=False,
+            begin_waits=True,
+            metrics=False,
             refuses_unknown_tensors=False,
             update_is_atomic=False,
             validates_ids=False,
@@ -216,3 +243,16 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
         model = Path(os.environ["ASYNC_GRPO_ENGINE_MODEL"])
         async with _subject(url, traits, model) as subject:
             yield subject
+
+
+@pytest.fixture
+async def sender(engine: Subject) -> AsyncIterator["Sender"]:
+    """A trainer in an update group with the engine."""
+    from tests.contracts.engine.update_tools import Sender  # which needs this module
+
+    if not engine.traits.real_weights:
+        pytest.skip("has no weights")
+    sender = Sender(engine)
+    await sender.join()
+    yield sender
+    await sender.leave()

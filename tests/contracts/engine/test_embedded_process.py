@@ -14,7 +14,7 @@ from async_grpo.engine import server
 from async_grpo.engine.admission import RequestRefused
 from async_grpo.engine.embedded import EmbeddedEngine
 from async_grpo.engine.model import LoadedModel, load_model
-from async_grpo.engine_api import GenerateRequest, SamplingParams
+from async_grpo.engine_api import GenerateRequest, PauseMode, SamplingParams
 from async_grpo.errors import ConfigError, GenerationError
 from tests.contracts.engine.conftest import serve
 
@@ -41,6 +41,18 @@ def failing_model(config_path: Path) -> LoadedModel:
     return model
 
 
+def notice_forward(model: LoadedModel) -> asyncio.Event:
+    """Set when the model computes."""
+    reached = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def notice(*_: Any) -> None:
+        loop.call_soon_threadsafe(reached.set)
+
+    model.module.register_forward_pre_hook(notice)
+    return reached
+
+
 async def test_a_dead_batching_loop_is_reported(config_path: Path) -> None:
     engine = EmbeddedEngine(load_config(config_path), failing_model(config_path))
     engine.start()
@@ -51,7 +63,7 @@ async def test_a_dead_batching_loop_is_reported(config_path: Path) -> None:
         async with asyncio.timeout(10):
             await engine.died.wait()
         assert "this model fails" in engine.failure
-        for attempt in (engine.generate(request_of(1)), engine.pause()):
+        for attempt in (engine.generate(request_of(1)), engine.pause(PauseMode.IN_PLACE)):
             with pytest.raises(RequestRefused) as refused:
                 await attempt
             assert refused.value.status == 503
@@ -89,18 +101,15 @@ async def test_seeded_engines_sample_the_same_and_others_differ(config_path: Pat
     assert await first_sample() != await first_sample()
 
 
-async def test_a_prompt_half_read_at_an_update_is_read_again(config_path: Path) -> None:
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+async def test_a_prompt_half_read_at_an_update_is_read_again(
+    config_path: Path, mode: PauseMode
+) -> None:
     """Its first token must not come from KV entries of two sets of weights."""
     config = load_config(config_path, ["engine.max_batch_tokens=64"])
     model = load_model(config)
     engine = EmbeddedEngine(config, model)
-    reached = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def notice(*_: Any) -> None:
-        loop.call_soon_threadsafe(reached.set)
-
-    model.module.register_forward_pre_hook(notice)
+    reached = notice_forward(model)
     engine.start()
     try:
         prompt = [2 + i % 40 for i in range(2000)]
@@ -111,7 +120,7 @@ async def test_a_prompt_half_read_at_an_update_is_read_again(config_path: Path) 
         )
         running = asyncio.create_task(engine.generate(request))
         await reached.wait()
-        await engine.pause()
+        await engine.pause(mode)
         assert not running.done()
         with torch.no_grad():
             for parameter in model.module.parameters():
@@ -141,6 +150,34 @@ async def test_requests_outlast_a_cache_that_is_too_small(config_path: Path) -> 
         replies = await asyncio.gather(*(engine.generate(request_of(200)) for _ in range(8)))
         for reply in replies:
             assert len(reply.output_ids) == 200 == len(reply.meta_info.output_token_logprobs)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("ended", ["retract", "abort"])
+async def test_a_full_cache_lets_others_in_again(config_path: Path, ended: str) -> None:
+    """A full cache blocks waiting requests until one ends: a retraction or an abort ends some."""
+    config = load_config(config_path, ["engine.max_running_requests=2"])
+    model = load_model(config)
+    engine = EmbeddedEngine(config, model)
+    reached = notice_forward(model)
+    engine.start()
+    try:
+        requests = [request_of(2000, rid=f"{i}") for i in range(2)] + [request_of(5)]
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await reached.wait()
+        await engine.pause(PauseMode.IN_PLACE)
+        assert not any(task.done() for task in running)
+        engine._batching._manager.batch_processor.scheduler.block_new_requests = True
+        if ended == "retract":
+            await engine.pause(PauseMode.RETRACT)
+        else:
+            await asyncio.gather(engine.abort("0"), engine.abort("1"))
+        await engine.resume()
+        async with asyncio.timeout(60):
+            assert len((await running[2]).output_ids) == 5
+        await engine.abort_all()
+        await asyncio.gather(*running)
     finally:
         engine.stop()
 

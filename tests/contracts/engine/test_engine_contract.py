@@ -1,17 +1,24 @@
-"""What every engine must do, over HTTP. Weight updates are in test_engine_updates.py."""
+"""What every engine must do, over HTTP.
+
+Pause modes are in test_engine_pauses.py, weight updates in test_engine_updates.py.
+"""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from tests.contracts.engine.conftest import CONTEXT_LENGTH, VOCAB_SIZE, Subject, body_of
+from tests.contracts.engine.conftest import (
+    CONTEXT_LENGTH,
+    VOCAB_SIZE,
+    Subject,
+    body_of,
+    check_partial,
+    logprobs_of,
+    until_idle,
+)
 
 pytestmark = pytest.mark.timeout(180)  # a process that imports torch on a busy machine
-
-
-def logprobs_of(reply: dict[str, Any]) -> list[float]:
-    return [pair[0] for pair in reply["meta_info"]["output_token_logprobs"]]
 
 
 # ---- /generate
@@ -164,49 +171,7 @@ async def test_the_checksum_is_stable_and_has_two_methods(engine: Subject) -> No
     assert first["per_engine_checksum"] == second["per_engine_checksum"]
 
 
-# ---- pausing
-
-
-async def test_in_place_pause_freezes_and_continue_goes_on(engine: Subject) -> None:
-    running = asyncio.create_task(engine.generate(600))
-    await engine.generate(8)
-    status, _ = await engine.post("/pause_generation", {"mode": "in_place"})
-    assert status == 200
-    assert (await engine.get("/ready"))[0] == 503
-    assert (await engine.get("/model_info"))[0] == 200
-    newcomer = asyncio.create_task(engine.generate(2, logprob_start_len=0))
-    done, _ = await asyncio.wait({running, newcomer}, timeout=0.3)
-    assert not done
-    assert (await engine.post("/pause_generation", {"mode": "in_place"}))[0] == 200
-    assert (await engine.post("/continue_generation"))[0] == 200
-    assert (await engine.get("/ready"))[0] == 200
-    assert len((await newcomer)["output_ids"]) == 2
-    assert len((await running)["output_ids"]) == 600
-
-
-async def test_continue_without_pause_is_no_error(engine: Subject) -> None:
-    assert (await engine.post("/continue_generation"))[0] == 200
-
-
-@pytest.mark.parametrize("body", [{}, {"mode": "abort"}, {"mode": "retract"}], ids=str)
-async def test_other_pause_modes_are_refused(engine: Subject, body: Any) -> None:
-    if not engine.traits.only_in_place:
-        pytest.skip("this server has them")
-    status, reply = await engine.post("/pause_generation", body)
-    assert status == 400
-    assert "not supported yet" in reply["message"]
-    assert (await engine.get("/ready"))[0] == 200
-
-
 # ---- aborting
-
-
-def check_partial(reply: dict[str, Any]) -> None:
-    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-    count = len(reply["output_ids"])
-    assert 8 <= count < CONTEXT_LENGTH - 100
-    assert len(logprobs_of(reply)) == count
-    assert reply["meta_info"]["weight_versions"][-1]["end"] == count
 
 
 async def test_an_aborted_request_returns_what_it_has(engine: Subject) -> None:
@@ -239,13 +204,6 @@ async def test_abort_while_paused(engine: Subject) -> None:
     await engine.post("/continue_generation")
     check_partial(await running)
     assert (await waiting)["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-async def until_idle(engine: Subject) -> None:
-    """The API has no notice of idleness, so it must be asked."""
-    async with asyncio.timeout(10):
-        while (await engine.get("/flush_cache"))[0] != 200:
-            await engine.get("/model_info")
 
 
 async def test_a_lost_client_aborts_its_request(engine: Subject) -> None:

@@ -1,116 +1,22 @@
 """Weight updates over a real gloo group, judged by log-probs of a plain transformers forward."""
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from async_grpo.weights.group import UpdateGroup, join_group, listen
-from tests.contracts.engine.conftest import CONTEXT_LENGTH, Subject, make_model
+from tests.contracts.engine.conftest import CONTEXT_LENGTH, make_model
+from tests.contracts.engine.update_tools import (
+    TOLERANCE,
+    Sender,
+    checksum_of,
+    gap,
+    reference_logprobs,
+    version_of,
+)
 
-TOLERANCE = 1e-5
 pytestmark = pytest.mark.timeout(180)  # a process that imports torch on a busy machine
-_GROUP_NUMBERS = itertools.count()
-
-
-def reference_logprobs(
-    model: PreTrainedModel, prompt: list[int], ids: list[int], temperature: float = 1.0
-) -> torch.Tensor:
-    """[num_tokens] log-probs of `ids` after `prompt` by one plain forward."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    scaled = torch.log_softmax(logits.float() / temperature, dim=-1)
-    return scaled.gather(1, torch.tensor(ids)[:, None])[:, 0]
-
-
-def gap(reply: dict[str, Any], model: PreTrainedModel, temperature: float = 1.0) -> torch.Tensor:
-    """[num_tokens] |engine's - model's|."""
-    engine = torch.tensor([pair[0] for pair in reply["meta_info"]["output_token_logprobs"]])
-    return (
-        engine - reference_logprobs(model, [3, 4, 5, 6], reply["output_ids"], temperature)
-    ).abs()
-
-
-class Sender:
-    """The trainer's side of one update group."""
-
-    def __init__(self, engine: Subject) -> None:
-        self.engine = engine
-        self.group_name = f"contract-{next(_GROUP_NUMBERS)}"
-        self._group: UpdateGroup | None = None
-
-    async def join(self) -> None:
-        store, port = listen("127.0.0.1")
-        body = {
-            "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
-            "world_size": 2, "group_name": self.group_name, "backend": "gloo",
-        }  # fmt: skip
-        (status, reply), self._group = await asyncio.gather(
-            self.engine.post("/init_weights_update_group", body),
-            asyncio.to_thread(
-                join_group, host="127.0.0.1", port=port, rank=0, world_size=2,
-                group_name=self.group_name, backend="gloo", timeout_s=15, store=store,
-            ),
-        )  # fmt: skip
-        assert (status, reply["success"]) == (200, True), reply
-
-    async def send(
-        self, tensors: dict[str, torch.Tensor], version: str | None, **changes: Any
-    ) -> tuple[int, Any]:
-        """One bucket; (status, reply)."""
-        body = {
-            "names": list(tensors),
-            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-            "shapes": [list(t.shape) for t in tensors.values()],
-            "group_name": self.group_name,
-            "flush_cache": False,
-            "load_format": "flattened_bucket",
-            "weight_version": version,
-        } | changes
-        flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
-        answer, _ = await asyncio.gather(
-            self.engine.post("/update_weights_from_distributed", body),
-            asyncio.to_thread(self._group.broadcast, flat),
-        )
-        return answer
-
-    async def publish(self, model: PreTrainedModel, version: str) -> None:
-        """A whole session over two buckets, without pausing."""
-        tensors = dict(model.named_parameters())
-        names = list(tensors)
-        half = len(names) // 2
-        assert (await self.engine.post("/begin_weight_update"))[0] == 200
-        for part, label in ((names[:half], None), (names[half:], version)):
-            status, reply = await self.send({name: tensors[name] for name in part}, label)
-            assert (status, reply["success"]) == (200, True), reply
-        assert (await self.engine.post("/end_weight_update"))[0] == 200
-
-    async def leave(self) -> None:
-        if self._group is not None:
-            await self.engine.post("/destroy_weights_update_group", {"group_name": self.group_name})
-            self._group.close()
-
-
-@pytest.fixture
-async def sender(engine: Subject) -> AsyncIterator[Sender]:
-    if not engine.traits.real_weights:
-        pytest.skip("has no weights")
-    sender = Sender(engine)
-    await sender.join()
-    yield sender
-    await sender.leave()
-
-
-async def checksum(engine: Subject) -> str:
-    return (await engine.get("/weights_checker?action=checksum"))[1]["per_engine_checksum"]
-
-
-async def version(engine: Subject) -> str:
-    return (await engine.get("/model_info"))[1]["weight_version"]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -159,12 +65,12 @@ async def test_the_start_weights_are_the_checkpoint(sender: Sender) -> None:
 async def test_checksums_tell_weights_apart(sender: Sender) -> None:
     engine = sender.engine
     await sender.publish(make_model(1), "1.1")
-    first = await checksum(engine)
+    first = await checksum_of(engine)
     await sender.publish(make_model(2), "1.2")
-    second = await checksum(engine)
+    second = await checksum_of(engine)
     await sender.publish(make_model(1), "1.3")
-    assert await checksum(engine) == first != second
-    assert await version(engine) == "1.3"
+    assert await checksum_of(engine) == first != second
+    assert await version_of(engine) == "1.3"
 
 
 @pytest.mark.parametrize("num_updates", [1, 3])
@@ -194,7 +100,7 @@ async def test_spans_are_exact_to_the_token(sender: Sender, num_updates: int) ->
 
 async def test_unpaused_requests_never_sample_from_half_updated_weights(sender: Sender) -> None:
     engine = sender.engine
-    if not engine.traits.only_in_place:
+    if engine.traits.begin_waits:
         pytest.skip("begin waits for running requests there")
     first, second = make_model(20), make_model(21)
     await sender.publish(first, "3.0")
@@ -242,14 +148,14 @@ async def test_refused_buckets_change_nothing(
     if not (engine.traits.update_is_atomic and engine.traits.refuses_unknown_tensors):
         pytest.skip("this server copies what it can")
     await sender.publish(make_model(1), "5.0")
-    before = await checksum(engine)
+    before = await checksum_of(engine)
     await engine.post("/begin_weight_update")
     status, reply = await sender.send(tensors, "5.1")
     assert (status, reply["success"]) == (400, False)
     assert complaint in reply["message"]
     assert (await engine.post("/end_weight_update"))[0] == 200
-    assert await checksum(engine) == before
-    assert await version(engine) == "5.0"
+    assert await checksum_of(engine) == before
+    assert await version_of(engine) == "5.0"
     await sender.publish(make_model(2), "5.2")
     assert gap(await engine.generate(10, extra_key="5.2"), make_model(2)).max() < TOLERANCE
 
@@ -262,7 +168,7 @@ async def test_a_session_that_names_no_version_leaves_none(sender: Sender) -> No
     await engine.post("/begin_weight_update")
     assert (await sender.send({NORM: torch.ones(32)}, None))[0] == 200
     await engine.post("/end_weight_update")
-    assert await version(engine) == "unversioned"
+    assert await version_of(engine) == "unversioned"
 
 
 async def test_flushing_while_requests_run_is_reported_after_loading(sender: Sender) -> None:
@@ -288,7 +194,7 @@ async def test_a_group_name_is_free_again_after_destroy(sender: Sender) -> None:
     again.group_name = sender.group_name
     await again.join()
     await again.publish(make_model(2), "8.1")
-    assert await version(sender.engine) == "8.1"
+    assert await version_of(sender.engine) == "8.1"
     await again.leave()
     sender._group = None
 

@@ -16,8 +16,8 @@ from async_grpo.replay_parts import EngineState
 
 LISTENS = """
 import sys, time
-print('{"url": "http://127.0.0.1:1"}', flush=True)
 print("noise", file=sys.stderr, flush=True)
+print('{"url": "http://127.0.0.1:1"}', flush=True)
 while True: print("x" * 9999, flush=True); time.sleep(0.001)
 """
 
