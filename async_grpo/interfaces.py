@@ -227,8 +227,13 @@ class GeneratorReplay(Protocol):
 class TrainerReplay(Protocol):
     """The replay server as trainer rank 0 uses it."""
 
-    async def start(self, restored_version: int) -> StartTrainerReply:
-        """Become the run's trainer; waits for a silent predecessor, at most peer_timeout_s."""
+    async def start(
+        self, restored_version: int, restored_incarnation: int = 0
+    ) -> StartTrainerReply:
+        """Become the run's trainer; waits for a silent predecessor, at most peer_timeout_s.
+
+        Raises RemoteError `not_found` if the run cannot go on from that checkpoint.
+        """
         ...
 
     async def draw(self, draw_number: int, train_version: int) -> DrawReply:
@@ -241,6 +246,10 @@ class TrainerReplay(Protocol):
 
     async def ack(self, step: int, draw_number: int, groups: list[tuple[int, int]]) -> None:
         """The step was applied."""
+        ...
+
+    async def settle(self, policy_version: int) -> None:
+        """The oldest kept checkpoint holds this version: no earlier step will be undone."""
         ...
 
     async def announce(

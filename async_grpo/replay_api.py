@@ -232,6 +232,8 @@ class StartTrainer(Message, frozen=True, kw_only=True, tag="StartTrainer"):
     reply: ClassVar[type[Message]] = StartTrainerReply
     restored_version: int
     """policy_version of the checkpoint it starts from; 0: the initial weights"""
+    restored_incarnation: int = 0
+    """incarnation of that checkpoint; 0: the initial weights"""
 
 
 class TrainerHeartbeat(Message, frozen=True, kw_only=True, tag="TrainerHeartbeat"):
@@ -289,6 +291,17 @@ class Ack(Message, frozen=True, kw_only=True, tag="Ack"):
     """the version that the step started from"""
     draw_number: int
     groups: list[tuple[int, int]]
+
+
+class Settle(Message, frozen=True, kw_only=True, tag="Settle"):
+    """The oldest kept checkpoint holds `policy_version`: no earlier step will be undone.
+
+    Idempotent; a smaller version than before changes nothing.
+    """
+
+    reply: ClassVar[type[Message]] = Ok
+    incarnation: int
+    policy_version: int
 
 
 class AnnounceReply(Message, frozen=True, kw_only=True, tag="AnnounceReply"):
@@ -436,6 +449,7 @@ Request = (
     | Draw
     | Fetch
     | Ack
+    | Settle
     | Announce
     | OpenCell
     | WaitCell

@@ -63,6 +63,8 @@ class LedgerReading:
     voided: list[Step] = field(default_factory=list)
     restored: list[int] = field(default_factory=list)
     """version that incarnation 1, 2, ... started from"""
+    settled: int = 0
+    """steps before this one can no longer be undone"""
     dropped: Counter[str] = field(default_factory=Counter)
     reissued: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -212,6 +214,16 @@ class LedgerReading:
         later = self.restored[incarnation:]
         return 1 <= incarnation <= len(self.restored) and version <= min(later, default=version)
 
+    def settle(self, record: Json) -> None:
+        """Earlier steps are final: no checkpoint that could undo them is kept."""
+        version = record["policy_version"]
+        if not self.settled < version <= len(self.steps):
+            self._problem(
+                f"steps before {version} are settled after {self.settled}, with "
+                f"{len(self.steps)} steps acked"
+            )
+        self.settled = max(version, self.settled)
+
     def start_trainer(self, record: Json) -> None:
         """A trainer took over: leases end, later steps are void."""
         version = record["restored_version"]
@@ -219,6 +231,11 @@ class LedgerReading:
             self._problem(f"incarnation {record['incarnation']} after {len(self.restored)}")
         if version > len(self.steps):
             self._problem(f"a trainer restored {version}, only {len(self.steps)} steps are acked")
+        if version < self.settled:
+            self._problem(f"a trainer restored {version}, steps before {self.settled} are final")
+        incarnation = record.get("restored_incarnation", 0)
+        if version and not self._on_lineage((incarnation, version)):
+            self._problem(f"a trainer restored {incarnation}.{version}, which was undone")
         self.evals.trainer_started()
         for ticket in self.tickets.values():
             if ticket.place == "leased":
@@ -294,6 +311,7 @@ _READERS: dict[str, Callable[[LedgerReading, Json], None]] = {
     "Drawn": LedgerReading.draw,
     "Released": LedgerReading.release,
     "Trained": LedgerReading.train,
+    "Settled": LedgerReading.settle,
     "TrainerStarted": LedgerReading.start_trainer,
     "Announced": LedgerReading.announce,
     "WentLive": LedgerReading.go_live,

@@ -39,6 +39,7 @@ from async_grpo.replay_api import (
     InsertReply,
     Ok,
     OpenCell,
+    Settle,
     StartTrainer,
     StartTrainerReply,
     Stats,
@@ -226,15 +227,20 @@ class TrainerClient(RoleClient):
         self._incarnation = 0
         self._fetching = asyncio.Semaphore(_MOST_FETCHES)
 
-    async def start(self, restored_version: int) -> StartTrainerReply:
+    async def start(
+        self, restored_version: int, restored_incarnation: int = 0
+    ) -> StartTrainerReply:
         """Become the run's trainer; waits for a silent predecessor.
 
         Raises:
+            RemoteError: `not_found`: the run cannot go on from that checkpoint.
             PeerLost: another trainer still lives after 1.5 x `replay.peer_timeout_s`.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 1.5 * self._config.replay.peer_timeout_s
-        request = StartTrainer(restored_version=restored_version)
+        request = StartTrainer(
+            restored_version=restored_version, restored_incarnation=restored_incarnation
+        )
         while True:
             try:
                 reply = await self._control.ask(request, StartTrainerReply)
@@ -277,6 +283,11 @@ class TrainerClient(RoleClient):
         """The step was applied."""
         ack = Ack(incarnation=self._incarnation, step=step, draw_number=draw_number, groups=groups)
         await self._control.ask(ack, Ok)
+
+    async def settle(self, policy_version: int) -> None:
+        """The oldest kept checkpoint holds this version: no earlier step will be undone."""
+        settle = Settle(incarnation=self._incarnation, policy_version=policy_version)
+        await self._control.ask(settle, Ok)
 
     async def announce(
         self,

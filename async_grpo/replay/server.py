@@ -92,6 +92,7 @@ class ReplayServer:
             records = _read_records(path, self._ledger.lines)
             settings = CoreSettings.from_config(config)
             self._core = ReplayCore.restore(settings, records, clock())
+            self._ledger.lines.clear()  # they are as long as the run
             limit = config.replay.max_group_bytes
             self._rpc = RpcServer(config.replay.address, max_frame_bytes=limit)
             undo.pop_all()
@@ -129,7 +130,7 @@ class ReplayServer:
         logger.info("stopped: %s", self._stop_reason)
 
     def _is_over(self) -> bool:
-        if not self._core.state.versions.finished:
+        if not self._core.over:
             self._finished_at = None
         elif self._finished_at is None:
             self._finished_at = self._clock()

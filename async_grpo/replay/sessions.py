@@ -29,6 +29,7 @@ from async_grpo.replay_api import (
     Message,
     OpenCell,
     Request,
+    Settle,
     StartTrainer,
     Stats,
     TrainerHeartbeat,
@@ -45,7 +46,7 @@ _ALLOWED: dict[Role, frozenset[type[Message]]] = {
     Role.TRAINER: _EVERYONE
     | {
         StartTrainer, TrainerHeartbeat, Draw, Fetch, Ack, Announce, OpenCell, WaitCell, AbortCell,
-        WaitEvaluations, Finish,
+        WaitEvaluations, Settle, Finish,
     },
     Role.MONITOR: _EVERYONE,
 }  # fmt: skip
@@ -147,6 +148,8 @@ def refuse(session: Session, request: Request, max_group_bytes: int) -> Error | 
         problem = f"num_bytes must be > 0 and <= replay.max_group_bytes ({max_group_bytes})"
     elif isinstance(request, StartTrainer) and request.restored_version < 0:
         problem = "restored_version must be >= 0"
+    elif isinstance(request, StartTrainer) and request.restored_incarnation < 0:
+        problem = "restored_incarnation must be >= 0"
     elif isinstance(request, Insert) and (request.summary is not None or request.invalid):
         problem = "summary and invalid are the server's to fill in"
     elif isinstance(request, End | Evaluated):

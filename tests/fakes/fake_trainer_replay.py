@@ -67,8 +67,10 @@ class FakeTrainerReplay:
         self.draw_gate = asyncio.Event()
         self.draw_gate.set()
 
-    async def start(self, restored_version: int) -> StartTrainerReply:
-        self.calls.append(("start", restored_version))
+    async def start(
+        self, restored_version: int, restored_incarnation: int = 0
+    ) -> StartTrainerReply:
+        self.calls.append(("start", restored_version, restored_incarnation))
         return StartTrainerReply(incarnation=self.incarnation, next_draw_number=1)
 
     async def draw(self, draw_number: int, train_version: int) -> DrawReply:
@@ -104,6 +106,9 @@ class FakeTrainerReplay:
 
     async def ack(self, step: int, draw_number: int, groups: list[tuple[int, int]]) -> None:
         self.calls.append(("ack", step, draw_number, groups))
+
+    async def settle(self, policy_version: int) -> None:
+        self.calls.append(("settle", policy_version))
 
     async def announce(
         self,

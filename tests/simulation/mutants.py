@@ -2,15 +2,17 @@
 
 from typing import ClassVar
 
+import msgspec
+
 from async_grpo.replay.core import generator_requests, trainer_requests
 from async_grpo.replay.core.core import Handler, ReplayCore
 from async_grpo.replay.core.kernel import Kernel
 from async_grpo.replay.core.members import Member
 from async_grpo.replay.core.records import Claimed, Dropped, Record, Reissued, Stored, Trained
 from async_grpo.replay.core.tickets import Phase
-from async_grpo.replay_api import Ack, Insert, InsertReply, Reply
+from async_grpo.replay_api import Ack, Insert, InsertReply, Reply, Settle
 from async_grpo.replay_parts import GroupSummary, Role
-from async_grpo.types import InsertOutcome
+from async_grpo.types import InsertOutcome, WeightsName
 
 
 class _CountingKernel(Kernel):
@@ -117,6 +119,32 @@ class NeverLiveAgain(ReplayCore):
     kernel_class = _UnpublishedKernel
 
 
+class _RestoringKernel(Kernel):
+    def may_restore(self, weights: WeightsName) -> bool:
+        return True
+
+
+class CheckpointLineageUnchecked(ReplayCore):
+    """Lets a trainer go on from weights that a later one has undone."""
+
+    kernel_class = _RestoringKernel
+
+
+def _settle_all(kernel: Kernel, member: Member, request: Settle, now: float) -> Reply:
+    version = kernel.state.versions.policy_version
+    request = msgspec.structs.replace(request, policy_version=version)
+    return trainer_requests.settle(kernel, member, request, now)
+
+
+class SettledTooEarly(ReplayCore):
+    """Forgets steps that a kept checkpoint could still undo."""
+
+    handlers: ClassVar[dict[type, tuple[Role, Handler]]] = {
+        **ReplayCore.handlers,
+        Settle: (Role.TRAINER, _settle_all),
+    }
+
+
 MUTANTS: list[type[ReplayCore]] = [
     AdmissionCountedByEvents,
     LateInsertAccepted,
@@ -125,4 +153,6 @@ MUTANTS: list[type[ReplayCore]] = [
     LineageUnchecked,
     LostClaimsKept,
     NeverLiveAgain,
+    CheckpointLineageUnchecked,
+    SettledTooEarly,
 ]

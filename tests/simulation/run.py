@@ -118,7 +118,8 @@ class Run:
         if not world.faulty:
             return
         self._plan_fault()
-        victim = world.rng.choice(["server", "server", "trainer", "generator", "partition"])
+        victims = ["server", "server", "trainer", "generator", "partition"]
+        victim = world.rng.choice(victims + self.schedule.trainer_storm * ["trainer"] * 12)
         if victim == "server":
             if world.server.core is None:
                 return

@@ -23,6 +23,10 @@ class Schedule:
     prefetch: bool
     faults_until_s: float
     mean_fault_gap_s: float
+    num_kept: int
+    """checkpoints"""
+    trainer_storm: bool
+    """the trainer dies again and again, so that checkpoints of several lives lie about"""
     loss: float
     duplication: float
     mean_delay_s: float
@@ -36,9 +40,10 @@ def schedule_of(seed: int) -> Schedule:
     order = rng.choice(list(DrawOrder))
     least = (window if order is DrawOrder.ticket else per_step) * GROUP_BYTES[1]
     calm = rng.random() < 0.1
+    storm = not calm and rng.random() < 0.2
     settings = CoreSettings(
         groups_per_step=per_step,
-        num_train_steps=rng.randint(2, 5),
+        num_train_steps=rng.randint(6, 9) if storm else rng.randint(2, 5),
         max_staleness=depth + rng.randint(0, 2),
         pipeline_depth=depth,
         draw_order=order,
@@ -59,9 +64,17 @@ def schedule_of(seed: int) -> Schedule:
         num_slots=rng.randint(1, 3),
         publish_every=rng.randint(1, depth + 1),
         prefetch=rng.random() < 0.5,
-        faults_until_s=0.0 if calm else rng.uniform(3.0, 20.0),
-        mean_fault_gap_s=rng.uniform(0.7, 5.0),
+        faults_until_s=_faults_until_s(rng, calm=calm, storm=storm),
+        mean_fault_gap_s=rng.uniform(4.0, 8.0) if storm else rng.uniform(0.7, 5.0),
+        num_kept=rng.choice([2, 5]),
+        trainer_storm=storm,
         loss=rng.choice([0.0, 0.03, 0.15]),
         duplication=rng.choice([0.0, 0.03, 0.15]),
         mean_delay_s=rng.choice([0.01, 0.1, 0.5]),
     )
+
+
+def _faults_until_s(rng: random.Random, *, calm: bool, storm: bool) -> float:
+    if storm:
+        return rng.uniform(40.0, 60.0)
+    return 0.0 if calm else rng.uniform(3.0, 20.0)

@@ -16,6 +16,7 @@ from async_grpo.replay.core.records import (
     Made,
     Reissued,
     Released,
+    Settled,
     Stored,
     Trained,
     TrainerStarted,
@@ -39,6 +40,7 @@ class Shadow:
     released: dict[int, tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
     steps: list[list[int]] = field(default_factory=list)
     restored: list[int] = field(default_factory=list)
+    settled: int = 0
     live: int | None = None
     sequence: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -158,6 +160,12 @@ class Shadow:
 
     def _on_trainerstarted(self, record: TrainerStarted) -> None:
         assert record.incarnation == len(self.restored) + 1, "incarnations grow by one"
+        incarnation, version = record.restored_incarnation, record.restored_version
+        assert self.settled <= version <= len(self.steps), f"{version} cannot be restored"
+        assert incarnation <= len(self.restored), "a checkpoint of no trainer"
+        assert bool(incarnation) == bool(version), "weights that are neither initial nor trained"
+        for later in self.restored[incarnation:] if incarnation else []:
+            assert version <= later, f"checkpoint {incarnation}.{version} was undone"
         for group_id, place in self.where.items():
             if place == "leased":
                 self.where[group_id] = "stored"
@@ -169,6 +177,11 @@ class Shadow:
         del self.steps[record.restored_version :]
         self.restored.append(record.restored_version)
         self.live = None
+
+    def _on_settled(self, record: Settled) -> None:
+        assert record.incarnation == len(self.restored), "a word of a fenced incarnation"
+        assert self.settled < record.policy_version <= len(self.steps), "settled without steps"
+        self.settled = record.policy_version
 
     def _on_announced(self, record: Announced) -> None:
         assert record.publish_sequence > self.sequence, "publish_sequence did not grow"

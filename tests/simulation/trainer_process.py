@@ -17,6 +17,7 @@ from async_grpo.replay_api import (
     Finish,
     Ok,
     OpenCell,
+    Settle,
     StartTrainer,
     StartTrainerReply,
     TrainerHeartbeat,
@@ -36,6 +37,10 @@ from tests.simulation.generator_process import HEARTBEAT_S, STATUS, UPDATE_TIMEO
 from tests.simulation.world import Process, World
 
 
+def _by_version(name: WeightsName) -> tuple[int, int]:
+    return name.policy_version, name.incarnation
+
+
 class TrainerProcess(Process):
     """Draws, acks, publishes; starts from the newest or an earlier checkpoint."""
 
@@ -50,21 +55,49 @@ class TrainerProcess(Process):
         self.start(self._main())
 
     def _main(self) -> Steps:
-        checkpoints = self.world.checkpoints
-        newest = self.world.rng.random() < 0.5
-        self.version = checkpoints[-1] if newest else self.world.rng.choice(checkpoints)
-        while True:
-            reply = yield StartTrainer(restored_version=self.version)
-            if isinstance(reply, StartTrainerReply):
-                break
-            assert isinstance(reply, Error), reply
-            assert reply.code is ErrorCode.TRAINER_ALIVE, reply
-            yield 1.0
+        reply = yield from self._start_from()
         self.incarnation = reply.incarnation
-        self.world.checkpoints = [v for v in checkpoints if v <= self.version]
         self.spawn(self._heartbeats())
         yield from self._publish(wished_only=False)
         yield from self._train(count(reply.next_draw_number))
+
+    def _start_from(self) -> Steps:
+        """The newest checkpoint, an older one because it is damaged, or one that is no more."""
+        world, rng = self.world, self.world.rng
+        choices = [world.checkpoints[-1] if rng.random() < 0.5 else rng.choice(world.checkpoints)]
+        if world.discarded and rng.random() < 0.8:
+            choices.insert(0, rng.choice(world.discarded[-3:]))
+        while True:
+            found = choices[0]
+            reply = yield StartTrainer(
+                restored_version=found.policy_version, restored_incarnation=found.incarnation
+            )
+            if isinstance(reply, StartTrainerReply):
+                break
+            assert isinstance(reply, Error), reply
+            if reply.code is ErrorCode.NOT_FOUND and len(choices) > 1:
+                choices.pop(0)
+                continue
+            assert reply.code is ErrorCode.TRAINER_ALIVE, reply
+            yield 1.0
+        self.version = found.policy_version
+        known = {*world.checkpoints, found}
+        world.checkpoints = sorted(
+            (name for name in known if name.policy_version <= self.version), key=_by_version
+        )
+        world.discarded += sorted(known.difference(world.checkpoints))
+        return reply
+
+    def _checkpoint(self) -> Steps:
+        """Write one, remove the oldest, then say which steps are final."""
+        checkpoints, keep = self.world.checkpoints, self.world.schedule.num_kept
+        checkpoints.append(WeightsName(self.incarnation, self.version))
+        self.world.discarded += checkpoints[:-keep]
+        del checkpoints[:-keep]
+        if self.world.rng.random() < 0.5:
+            yield self.world.rng.uniform(0.0, 0.5)
+        oldest = checkpoints[0].policy_version
+        yield from self._checked(Settle(incarnation=self.incarnation, policy_version=oldest))
 
     def _train(self, numbers: Iterator[int]) -> Steps:
         world, last = self.world, self.world.schedule.settings.num_train_steps
@@ -142,7 +175,7 @@ class TrainerProcess(Process):
         self.draws.discard(number)
         self.version += 1
         if world.rng.random() < 0.5:
-            world.checkpoints.append(self.version)
+            yield from self._checkpoint()
 
     def _heartbeats(self) -> Steps:
         while True:

@@ -25,7 +25,7 @@ from async_grpo.replay_api import (
     Request,
 )
 from async_grpo.replay_parts import Dataset, Role
-from async_grpo.types import InsertOutcome
+from async_grpo.types import InsertOutcome, WeightsName
 from tests.simulation.schedule import Schedule
 from tests.simulation.shadow import Shadow
 
@@ -52,7 +52,10 @@ class World:
         self.shadow = Shadow(schedule.settings)
         self.broadcast: set[tuple[int, int]] = set()
         """(publish_sequence, cell_id) whose buckets have left the trainer"""
-        self.checkpoints: list[int] = [0]
+        self.checkpoints: list[WeightsName] = [WeightsName(0, 0)]
+        """that a trainer may find, the newest last; 0.0: the initial weights"""
+        self.discarded: list[WeightsName] = []
+        """removed since, or undone by a trainer that fell back behind them"""
         self.trained: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         """the trainer's witness: step -> (incarnation, groups), the newest"""
         self.server = Server(self, core_class)

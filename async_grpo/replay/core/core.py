@@ -41,6 +41,7 @@ from async_grpo.replay_api import (
     PeerView,
     Reply,
     Request,
+    Settle,
     StartTrainer,
     Stats,
     StatsReply,
@@ -73,6 +74,7 @@ class ReplayCore:
         Fetch: (Role.TRAINER, trainer_requests.fetch),
         TrainerHeartbeat: (Role.TRAINER, trainer_requests.heartbeat),
         Ack: (Role.TRAINER, trainer_requests.ack),
+        Settle: (Role.TRAINER, trainer_requests.settle),
         Announce: (Role.TRAINER, trainer_requests.announce),
         OpenCell: (Role.TRAINER, trainer_requests.open_cell),
         WaitCell: (Role.TRAINER, trainer_requests.wait_cell),
@@ -107,6 +109,8 @@ class ReplayCore:
             kernel.members.join(versions.instance, Role.TRAINER, "trainer", now)
         if versions.announced is not None:
             kernel.desk.restore(versions.announced)
+        steps_left = settings.num_train_steps - versions.policy_version
+        kernel.reopened = bool(versions.finished) and steps_left > 0
         kernel.revision = int(now * 1000)  # above what was told before, or an equal one misleads
         kernel.notify()
         for ticket in list(book.by_phase[Phase.STORED].values()):
@@ -171,6 +175,11 @@ class ReplayCore:
         """Weights that new groups are sampled by."""
         return self.state.versions.live
 
+    @property
+    def over(self) -> str:
+        """Why the run is over; empty while it goes on."""
+        return self._kernel.over
+
     def stats(self, now: float) -> StatsReply:
         """Counters and peers."""
         kernel, state = self._kernel, self.state
@@ -200,7 +209,7 @@ class ReplayCore:
                 for member in kernel.members.by_instance.values()
                 if member.role is not Role.MONITOR
             ],
-            finished=state.versions.finished,
+            finished=kernel.over,
             eval_tickets=state.evals.num_tickets,
             eval_evaluated=state.evals.num_evaluated,
             eval_failed=state.evals.num_failed,

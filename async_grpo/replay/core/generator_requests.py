@@ -168,7 +168,7 @@ def watch_now(kernel: Kernel, member: Member) -> WatchReply:
         orders=list(kernel.desk.orders(member.name, known)),
         cancel=[key for key in member.claims if _is_over(kernel, *key)],
         live=kernel.state.versions.live,
-        stop=kernel.state.versions.finished,
+        stop=kernel.over,
     )
 
 

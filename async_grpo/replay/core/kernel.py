@@ -48,6 +48,8 @@ class Kernel:
     stored_at: dict[int, float] = field(default_factory=dict)
     unheld: set[tuple[int, int]] = field(default_factory=set)
     """attempts that were leased before a restart: only the trainer has their payload"""
+    reopened: bool = False
+    """the run was finished, but it was given more steps: it goes on once a trainer starts"""
     revision: int = 0
     """the newest of any member"""
     records: list[Record] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Kernel:
             self.eval_deadlines.pop(record.group_id, None)
         elif isinstance(record, TrainerStarted):
             self.eval_deadlines.clear()
+            self.reopened = False
         self.state.evolve(record)
         self.records.append(record)
         self.changed = True
@@ -190,10 +193,15 @@ class Kernel:
 
     # -- questions ----------------------------------------------------------------------------
 
+    @property
+    def over(self) -> str:
+        """Why the run is over; empty while it goes on."""
+        return "" if self.reopened else self.state.versions.finished
+
     def admits(self) -> bool:
         """Admission by state: whether one more group may be under way."""
         settings, versions = self.settings, self.state.versions
-        if versions.live is None or versions.finished:
+        if versions.live is None or self.over:
             return False
         under_way = self.state.book.count(Phase.CLAIMED, Phase.STORED, Phase.LEASED)
         not_live = versions.num_steps_not_live() * settings.groups_per_step
@@ -225,6 +233,10 @@ class Kernel:
     def on_lineage(self, summary: GroupSummary) -> bool:
         """Whether no token was sampled by weights that a fallen-back trainer has undone."""
         return all(self.state.versions.on_lineage(name) for name, _ in summary.weights_tokens)
+
+    def may_restore(self, weights: WeightsName) -> bool:
+        """Whether a trainer may go on from a checkpoint of these weights."""
+        return self.state.versions.restorable(weights)
 
     def is_stale(self, ticket_oldest: int, train_version: int) -> bool:
         """Whether a step from `train_version` must not use a token of version `ticket_oldest`."""

@@ -92,6 +92,13 @@ class Trained(_Record, frozen=True, kw_only=True, tag="Trained"):
     groups: list[tuple[int, int]]
 
 
+class Settled(_Record, frozen=True, kw_only=True, tag="Settled"):
+    """Steps before `policy_version` are final: no checkpoint that is kept could undo them."""
+
+    incarnation: int
+    policy_version: int
+
+
 class TrainerStarted(_Record, frozen=True, kw_only=True, tag="TrainerStarted"):
     """A trainer took over at `restored_version`.
 
@@ -101,6 +108,8 @@ class TrainerStarted(_Record, frozen=True, kw_only=True, tag="TrainerStarted"):
 
     incarnation: int
     restored_version: int
+    restored_incarnation: int = 0
+    """of the checkpoint; 0: the initial weights"""
     instance: str
 
 
@@ -175,6 +184,7 @@ Record = (
     | Drawn
     | Released
     | Trained
+    | Settled
     | TrainerStarted
     | Announced
     | WentLive

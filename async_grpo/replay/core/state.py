@@ -26,6 +26,7 @@ from async_grpo.replay.core.records import (
     Record,
     Reissued,
     Released,
+    Settled,
     Stored,
     Trained,
     TrainerStarted,
@@ -123,6 +124,10 @@ def _trained(state: State, record: Trained) -> None:
     state.accounting.trained += len(record.groups)
 
 
+def _settled(state: State, record: Settled) -> None:
+    state.versions.settle(record)
+
+
 def _trainer_started(state: State, record: TrainerStarted) -> None:
     for lease in state.leases.held():
         _store_again(state, lease.keys)
@@ -180,6 +185,7 @@ _EVOLVE = cast(
         Drawn: _drawn,
         Released: _released,
         Trained: _trained,
+        Settled: _settled,
         TrainerStarted: _trainer_started,
         Announced: _announced,
         WentLive: _went_live,

@@ -13,6 +13,7 @@ from async_grpo.replay.core.records import (
     Drawn,
     Finished,
     Released,
+    Settled,
     Trained,
     TrainerStarted,
 )
@@ -31,6 +32,7 @@ from async_grpo.replay_api import (
     Finish,
     Ok,
     OpenCell,
+    Settle,
     StartTrainer,
     StartTrainerReply,
     TrainerHeartbeat,
@@ -38,6 +40,7 @@ from async_grpo.replay_api import (
     WaitCellReply,
 )
 from async_grpo.replay_parts import CellPhase, LeasedGroup
+from async_grpo.types import WeightsName
 
 
 def start(
@@ -48,15 +51,13 @@ def start(
     if versions.incarnation == 0 or versions.instance != member.instance:
         if kernel.members.is_alive(versions.instance, now):
             return refuse("another trainer's heartbeat lives", ErrorCode.TRAINER_ALIVE)
-        if request.restored_version > versions.policy_version:
-            return refuse(
-                f"restored_version {request.restored_version} is ahead of the "
-                f"{versions.policy_version} steps that were acked"
-            )
+        if refused := _not_restorable(kernel, request):
+            return refused
         kernel.emit(
             TrainerStarted(
                 incarnation=versions.incarnation + 1,
                 restored_version=request.restored_version,
+                restored_incarnation=request.restored_incarnation,
                 instance=member.instance,
             )
         )
@@ -64,6 +65,26 @@ def start(
         kernel.notify()
     next_number = kernel.state.leases.last_draw_number + 1
     return StartTrainerReply(incarnation=versions.incarnation, next_draw_number=next_number)
+
+
+def _not_restorable(kernel: Kernel, request: StartTrainer) -> Error | None:
+    """Why no trainer can go on from there."""
+    versions, version = kernel.state.versions, request.restored_version
+    problem = ""
+    if version > versions.policy_version:
+        problem = f"only {versions.policy_version} steps were acked"
+    elif version < versions.settled:
+        problem = f"steps before {versions.settled} are final"
+    elif request.restored_incarnation:
+        weights = WeightsName(request.restored_incarnation, version)
+        if not kernel.may_restore(weights):
+            problem = "a later trainer has fallen back behind it"
+    elif version:
+        problem = "restored_incarnation is missing"
+    if not problem:
+        return None
+    name = f"{request.restored_incarnation}.{version}"
+    return refuse(f"cannot go on from {name}: {problem}", ErrorCode.NOT_FOUND)
 
 
 def draw(kernel: Kernel, member: Member, request: Draw, now: float) -> DrawReply | Error | None:
@@ -179,6 +200,18 @@ def ack(kernel: Kernel, member: Member, request: Ack, now: float) -> Ok | Error:
             groups=lease.keys,
         )
     )
+    return Ok()
+
+
+def settle(kernel: Kernel, member: Member, request: Settle, now: float) -> Ok | Error:
+    """Steps that no kept checkpoint can undo are final; their memory is freed."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    versions = kernel.state.versions
+    if request.policy_version > versions.policy_version:
+        return refuse(f"only {versions.policy_version} steps were acked")
+    if request.policy_version > versions.settled:
+        kernel.emit(Settled(incarnation=request.incarnation, policy_version=request.policy_version))
     return Ok()
 
 

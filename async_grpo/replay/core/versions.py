@@ -5,7 +5,7 @@ Knows nothing of engines; the course of a publish is in `publishing`.
 
 from dataclasses import dataclass, field
 
-from async_grpo.replay.core.records import Announced, Trained, TrainerStarted
+from async_grpo.replay.core.records import Announced, Settled, Trained, TrainerStarted
 from async_grpo.types import WeightsName
 
 
@@ -19,7 +19,9 @@ class Versions:
     restore_points: list[int] = field(default_factory=list)
     """policy_version that incarnation 1, 2, ... started from"""
     steps: dict[int, Trained] = field(default_factory=dict)
-    """surviving steps, 0 .. policy_version - 1"""
+    """surviving steps that may still be undone, settled .. policy_version - 1"""
+    settled: int = 0
+    """steps before this one are final"""
     policy_version: int = 0
     """train steps acked"""
     live: WeightsName | None = None
@@ -50,6 +52,17 @@ class Versions:
         """A step is acked."""
         self.steps[record.step] = record
         self.policy_version = record.step + 1
+
+    def restorable(self, weights: WeightsName) -> bool:
+        """Whether a trainer may go on from a checkpoint of these weights."""
+        version = weights.policy_version
+        return self.settled <= version <= self.policy_version and self.on_lineage(weights)
+
+    def settle(self, record: Settled) -> None:
+        """Steps before a version are final and forgotten."""
+        for step in range(self.settled, record.policy_version):
+            del self.steps[step]
+        self.settled = record.policy_version
 
     def start(self, record: TrainerStarted) -> list[Trained]:
         """A trainer takes over; returns the steps that are void now."""

@@ -123,6 +123,17 @@ def step(number: int, draw_number: int, group_id: int, oldest: str, staleness: i
     }  # fmt: skip
 
 
+def restarted(incarnation: int, version: int, restored_incarnation: int) -> Json:
+    return {
+        "type": "TrainerStarted", "incarnation": incarnation, "restored_version": version,
+        "restored_incarnation": restored_incarnation, "instance": "t2",
+    }  # fmt: skip
+
+
+def settled(version: int) -> Json:
+    return {"type": "Settled", "incarnation": 1, "policy_version": version}
+
+
 def sent(group_id: int) -> Json:
     return {
         "event": "sent", "group_id": group_id, "attempt": 1, "num_tokens": 5, "oldest": "1.0",
@@ -155,7 +166,7 @@ def test_honest_run_is_ok(tmp_path: Path) -> None:
 
 def test_rolled_back_steps_are_not_duplicates(tmp_path: Path) -> None:
     files = RunFiles()
-    restart = {**files.find("TrainerStarted"), "incarnation": 2, "restored_version": 1}
+    restart = restarted(2, 1, 1)
     files.ledger += [
         restart,
         {**announced(1, 3, [2, 1]), "incarnation": 2},
@@ -178,6 +189,44 @@ def test_rolled_back_steps_are_not_duplicates(tmp_path: Path) -> None:
     assert report.problems == []
     assert report.reissued == {"claim_lost": 1, "rolled_back": 1}
     assert report.tokens == {"stored": 15, "trained": 10, "rolled_back": 5}
+
+
+def test_a_step_that_several_trainers_wrote_counts_once(tmp_path: Path) -> None:
+    files = RunFiles()
+    files.ledger += [restarted(2, 1, 1), restarted(3, 1, 1)]
+    files.steps.append({**step(1, 2, 1, "1.0", 1), "incarnation": 2})  # died before its ack
+
+    report = audited(files, tmp_path)
+
+    assert report.problems == []
+    assert (report.steps, report.trained, report.open) == (1, 1, 2)
+
+
+def test_settled_steps_may_be_restored_at_their_end(tmp_path: Path) -> None:
+    files = RunFiles()
+    files.ledger += [settled(1), settled(2), restarted(2, 2, 1)]
+
+    assert audited(files, tmp_path).problems == []
+
+
+@pytest.mark.parametrize(
+    ("records", "problem"),
+    [
+        ([settled(3)], "steps before 3 are settled after 0, with 2 steps acked"),
+        ([settled(1), settled(1)], "steps before 1 are settled after 1"),
+        ([settled(2), restarted(2, 1, 1)], "restored 1, steps before 2 are final"),
+        ([restarted(2, 3, 1)], "restored 3, only 2 steps are acked"),
+        ([restarted(2, 1, 0)], "restored 0.1, which was undone"),
+        ([restarted(2, 1, 1), restarted(3, 1, 2), restarted(4, 1, 9)], "restored 9.1"),
+        ([restarted(2, 0, 0), restarted(3, 1, 1)], "restored 1.1, which was undone"),
+    ],
+)
+def test_a_restore_that_the_ledger_forbids_is_named(
+    records: list[Json], problem: str, tmp_path: Path
+) -> None:
+    files = RunFiles()
+    files.ledger += records
+    assert any(problem in found for found in audited(files, tmp_path).problems)
 
 
 def test_torn_last_lines_are_no_problem(tmp_path: Path) -> None:

@@ -112,10 +112,15 @@ class Driver:
         """A generator says hello."""
         return self.apply(Joined(instance or f"{name}#1", Role.GENERATOR, name, dataset)).reply
 
-    def start_trainer(self, instance: str = "t#1", restored_version: int = 0) -> Any:
+    def start_trainer(
+        self, instance: str = "t#1", restored_version: int = 0, restored_incarnation: int = 0
+    ) -> Any:
         """A trainer says hello and starts."""
         self.apply(Joined(instance, Role.TRAINER, "trainer"))
-        return self.ask(StartTrainer(restored_version=restored_version), instance)
+        request = StartTrainer(
+            restored_version=restored_version, restored_incarnation=restored_incarnation
+        )
+        return self.ask(request, instance)
 
     def generator_beat(
         self,

@@ -5,7 +5,17 @@ from async_grpo.replay.core.core import ReplayCore
 from async_grpo.replay.core.prompt_order import PromptOrder
 from async_grpo.replay.core.records import Reissued, decode_record, encode_record
 from async_grpo.replay.core.settings import CoreSettings
-from async_grpo.replay_api import Error, ErrorCode, Fetch, Ok, WaitCell, Watch
+from async_grpo.replay_api import (
+    Error,
+    ErrorCode,
+    Fetch,
+    Finish,
+    Leave,
+    Ok,
+    Settle,
+    WaitCell,
+    Watch,
+)
 from async_grpo.replay_parts import CellPhase
 from async_grpo.types import ReissueReason, WeightsName
 from tests.unit.replay_core.driver import Driver, engine, settings
@@ -187,3 +197,89 @@ def test_empty_dataset_is_refused() -> None:
 def test_window_counts_whole_steps() -> None:
     assert settings(groups_per_step=3, pipeline_depth=2, max_groups=9).window == 9
     assert isinstance(settings(), CoreSettings)
+
+
+def finished(num_train_steps: int) -> Driver:
+    """A run of one step that is over, restored with `num_train_steps` configured."""
+    driver = Driver(settings(num_train_steps=1)).ready()
+    driver.store(2)
+    driver.train(1, 0)
+    driver.ask(Finish(incarnation=1, reason="all 1 train steps are done"), "t#1")
+    driver.settings = settings(num_train_steps=num_train_steps)
+    driver.restart(10.0)
+    return driver
+
+
+def test_a_finished_run_is_still_over_after_a_restart() -> None:
+    driver = finished(num_train_steps=1)
+    driver.join(instance="g#1")
+
+    assert driver.core.over == "all 1 train steps are done"
+    assert driver.ask(Watch(seen=0, wait_s=1.0), "g#1").stop == "all 1 train steps are done"
+
+
+def test_a_finished_run_that_got_more_steps_waits_for_a_trainer_and_goes_on() -> None:
+    driver = finished(num_train_steps=2)
+    driver.join(instance="g#1")
+    assert driver.core.over == ""
+    assert driver.ask(Watch(seen=0, wait_s=1.0), "g#1").stop == ""
+
+    driver.tick(10.0)  # the trainer before is silent
+    driver.join(instance="g#1")
+    assert driver.start_trainer("t#2", restored_version=1, restored_incarnation=1).incarnation == 2
+    driver.incarnation = 2
+    driver.generator_beat(engine(), peer="g#1")
+    driver.publish(1, "g/0#1")
+    assert driver.claim("g#1") is not None
+    driver.ask(Finish(incarnation=2, reason="enough"), "t#2")
+    assert driver.core.over == "enough"
+
+
+def test_settled_steps_are_forgotten_and_can_no_longer_be_undone() -> None:
+    driver = Driver(settings(num_train_steps=4)).ready()
+    for version in range(3):
+        driver.store(2, (1, version))
+        driver.train(version + 1, version)
+        driver.publish(version + 1, "g/0#1")
+    assert driver.ask(Settle(incarnation=1, policy_version=2), "t#1") == Ok()
+    assert driver.ask(Settle(incarnation=1, policy_version=1), "t#1") == Ok()  # late: no change
+    assert list(driver.core.state.versions.steps) == [2]
+    assert driver.core.stats(0.0).trained == 6
+
+    driver.ask(Leave(), "t#1")
+    for version in (0, 1):
+        refused = driver.start_trainer("t#2", version, min(version, 1))
+        assert refused.code is ErrorCode.NOT_FOUND
+        assert "steps before 2 are final" in refused.message
+    assert driver.start_trainer("t#2", 2, 1).incarnation == 2
+    driver.restart()
+    assert driver.core.stats(0.0).trained == 4
+
+
+def test_settling_steps_that_were_never_acked_is_refused() -> None:
+    driver = Driver().ready()
+    assert driver.ask(Settle(incarnation=1, policy_version=1), "t#1").code is ErrorCode.BAD_REQUEST
+
+
+def test_a_checkpoint_that_a_later_trainer_fell_back_behind_is_refused() -> None:
+    driver = Driver().ready()
+    for version in range(2):
+        driver.store(2, (1, version))
+        driver.train(version + 1, version)
+        driver.publish(version + 1, "g/0#1")
+    driver.ask(Leave(), "t#1")
+    assert driver.start_trainer("t#2", 1, 1).incarnation == 2
+    driver.incarnation = 2
+    driver.generator_beat(engine())
+    driver.publish(1, "g/0#1")
+    driver.store(2, (2, 1))
+    groups = driver.draw(3, 1, peer="t#2").groups
+    driver.ack(1, 3, [(g.group_id, g.attempt) for g in groups], peer="t#2")
+    driver.ask(Leave(), "t#2")
+
+    refused = driver.start_trainer("t#3", 2, 1)  # 1.2 was undone; 2.2 took its place
+    assert refused.code is ErrorCode.NOT_FOUND
+    assert "fallen back" in refused.message
+    assert driver.start_trainer("t#3", 2, 3).code is ErrorCode.NOT_FOUND
+    assert driver.start_trainer("t#3", 2).code is ErrorCode.NOT_FOUND
+    assert driver.start_trainer("t#3", 2, 2).incarnation == 3

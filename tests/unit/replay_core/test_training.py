@@ -281,7 +281,9 @@ def test_checkpoint_ahead_of_the_acks_is_refused() -> None:
     driver = Driver()
     driver.join()
 
-    assert driver.start_trainer(restored_version=3).code is ErrorCode.BAD_REQUEST
+    reply = driver.start_trainer(restored_version=3, restored_incarnation=1)
+    assert reply.code is ErrorCode.NOT_FOUND
+    assert "only 0 steps were acked" in reply.message
 
 
 def test_fetch_only_of_leased_groups() -> None:
