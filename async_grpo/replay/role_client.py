@@ -13,6 +13,7 @@ from async_grpo.errors import PeerError
 from async_grpo.replay.link import Link
 from async_grpo.replay_api import WIRE_VERSION, Hello, HelloReply, Leave, Ok
 from async_grpo.replay_parts import Dataset, Role
+from async_grpo.transport.waiting import saying
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,9 @@ class RoleClient:
         """
         self._control.open()
         logger.info("connecting to the %s", self._control.peer)
-        return await self._control.welcome()
+        timeout_s = self._config.run.no_progress_timeout_s
+        with saying(f"the {self._control.peer}", timeout_s, "run.no_progress_timeout_s"):
+            return await self._control.welcome()
 
     async def leave(self, reason: str) -> None:
         """Say goodbye, so that others need not wait for this peer's heartbeat; best effort."""

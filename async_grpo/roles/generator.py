@@ -55,6 +55,7 @@ from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import Clock, GeneratorReplay, RewardPool, Tokenizer
 from async_grpo.replay.client import GeneratorClient
 from async_grpo.replay_parts import RoleStatus
+from async_grpo.roles.generator_start import FirstTicket, require_room
 from async_grpo.tasks.held_out import split_task
 from async_grpo.tasks.prompts import PromptSource
 from async_grpo.tasks.registry import make_reward, make_task
@@ -101,6 +102,8 @@ class Generator:
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat = asyncio.Event()
+        timeout_s = config.run.no_progress_timeout_s
+        self._first_ticket = FirstTicket(lambda: self._slots, timeout_s, clock)
         self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._slots = [
             EngineSlot(
@@ -156,6 +159,7 @@ class Generator:
                 self._create_task = group.create_task
                 for slot in self._slots:
                     self._spawn(self._keep_engine(slot))
+                self._spawn(self._first_ticket.wait())
                 for loop in (self._claim_loop, self._watch_loop, self._heartbeat_loop):
                     self._spawn(loop())
                 reason = await self._stopped
@@ -200,6 +204,7 @@ class Generator:
             while ticket is None:
                 await self._router.room()
                 ticket = await self._replay.claim()
+            self._first_ticket.arrived.set()
             self._spawn(_then(self._runner.start(ticket), limit.release))
 
     async def _watch_loop(self) -> None:
@@ -208,6 +213,7 @@ class Generator:
         while True:
             reply = await self._replay.watch(seen)
             seen = reply.revision
+            self._first_ticket.trainer_seen |= reply.live is not None
             self._driver.on_orders(reply.orders)
             self._runner.cancel(reply.cancel)
             if reply.stop and not self._stopped.done():
@@ -285,6 +291,7 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
         timeout_s=config.task.reward_timeout_s,
         unparseable_reward=config.task.unparseable_reward,
     )
+    require_room(config, prompts)
     directory = RunDirectory(Path(config.run.output_dir))
     witness = WitnessLog(directory.generator_log(name))
     samples = SampleLog(

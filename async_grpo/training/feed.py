@@ -19,6 +19,7 @@ from async_grpo.errors import PeerError, PeerLost, RemoteError
 from async_grpo.interfaces import Clock, TrainerReplay
 from async_grpo.replay_api import DrawReply, ErrorCode
 from async_grpo.replay_parts import GeneratedStats, LeasedGroup, RoleStatus
+from async_grpo.transport.waiting import saying
 from async_grpo.types import DropReason, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,8 @@ class GroupFeed:
         if self._stopping:
             return None
         try:
-            item = self._inbox.get(timeout=timeout_s)
+            with saying("groups from generators", timeout_s, "run.no_progress_timeout_s"):
+                item = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             wishes = self._wishes
             waiting = "no engine wishes for weights: do generators run, and do groups finish?"

@@ -1,0 +1,80 @@
+"""What a generator checks and waits for before its first group. Knows no message and no loop."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from async_grpo.config.schema import Config
+from async_grpo.errors import ConfigError, PeerLost
+from async_grpo.generation.lifecycle import EngineSlot
+from async_grpo.interfaces import Clock
+from async_grpo.tasks.prompts import PromptSource
+from async_grpo.transport.waiting import INTERVAL_S
+
+logger = logging.getLogger(__name__)
+
+
+class FirstTicket:
+    """The wait for an engine, a trainer and a ticket, told aloud.
+
+    Args:
+        slots: of the engines.
+        timeout_s: `run.no_progress_timeout_s`.
+        clock: seconds.
+
+    Attributes:
+        arrived: set by the generator when it has its first ticket.
+        trainer_seen: set by the generator when there are live weights.
+    """
+
+    def __init__(self, slots: Callable[[], Sequence[EngineSlot]], timeout_s: float, clock: Clock):
+        self._slots = slots
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self.arrived = asyncio.Event()
+        self.trainer_seen = False
+
+    async def wait(self, interval_s: float = INTERVAL_S) -> None:
+        """Return with the first ticket; a line every `interval_s` until then.
+
+        Raises:
+            PeerLost: no engine or no trainer within `timeout_s`. A full buffer is no reason.
+        """
+        deadline = self._clock() + self._timeout_s
+        while not self.arrived.is_set():
+            try:
+                async with asyncio.timeout(min(interval_s, self._timeout_s)):
+                    await self.arrived.wait()
+            except TimeoutError:
+                self._say(deadline - self._clock())
+
+    def _say(self, left_s: float) -> None:
+        whom = self._waits_for()
+        if not whom:
+            logger.info("waiting for a ticket: the buffer is full, or no prompt is left")
+        elif left_s > 0:
+            logger.info("waiting for %s; %.0f s left (run.no_progress_timeout_s)", whom, left_s)
+        else:
+            raise PeerLost(f"waited {self._timeout_s:.0f} s in vain for {whom}")
+
+    def _waits_for(self) -> str:
+        slots = self._slots()
+        if all(slot.engine is None for slot in slots):
+            errors = [slot.last_error for slot in slots if slot.last_error]
+            return f"an engine to answer ({'; '.join(errors) or 'still starting'})"
+        return "" if self.trainer_seen else "a trainer to publish its first weights"
+
+
+def require_room(config: Config, prompts: PromptSource) -> None:
+    """Refuse a context in which not even the first prompt has room.
+
+    Raises:
+        ConfigError: names both figures.
+    """
+    context, budget = config.engine.context_length, config.generation.max_new_tokens
+    num_tokens = len(prompts.prompt(0).token_ids)
+    if context and num_tokens + budget > context:
+        raise ConfigError(
+            f"engine.context_length ({context}) is below the {num_tokens} tokens of prompt 0 plus "
+            f"generation.max_new_tokens ({budget}): raise it, or shorten prompts or completions"
+        )
