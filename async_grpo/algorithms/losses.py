@@ -1,136 +1,191 @@
-"""The policy loss: ratio x surrogate x anchor x behavior weight, per token.
+"""The policy loss: one composable objective over packed tokens of whole sequences.
 
-Element-wise over any shape; knows nothing of batches, masks, devices or processes. The caller
-weighs, sums and divides once by the global denominator (`algorithms.aggregation`).
+surrogate(ratio of a level against an anchor, A) * behavior weight + KL, without rejected tokens.
+Knows nothing of micro-batches, devices or processes: the caller weighs, sums and divides once by
+the global denominator (`algorithms.aggregation`). N = tokens.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms.importance import importance_ratio, truncated_behavior_weight
-from async_grpo.algorithms.kl import k3
+from async_grpo.algorithms.behavior_weights import (
+    BehaviorWeight,
+    BehaviorWeightRule,
+    WeightAction,
+    behavior_weight,
+)
+from async_grpo.algorithms.importance import RatioLevel, log_ratio
+from async_grpo.algorithms.kl import KLRule, kl_penalty
+from async_grpo.algorithms.sequences import Sequences
+from async_grpo.algorithms.surrogates import (
+    Surrogate,
+    SurrogateFunction,
+    SurrogateInput,
+    ppo,
+    unclipped,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Surrogate:
-    """A clipped surrogate and where its clips are active (strictly the larger, or dual, loss)."""
+class Anchor(StrEnum):
+    """What the importance ratio is against."""
 
-    losses: Tensor
-    clipped_low: Tensor
-    """bool: A < 0 and ratio < 1 - clip_low"""
-    clipped_high: Tensor
-    """bool: A > 0 and ratio > 1 + clip_high"""
-    clipped_dual: Tensor
-    """bool: A < 0 and ratio > dual_clip"""
+    proximal = "proximal"
+    """the policy at the start of the step; correct for the behavior policy by a weight"""
+    behavior = "behavior"
+    """the policy that sampled the token: the ratio is the correction"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """Trained tokens of whole sequences; every tensor [N]."""
+
+    policy_logprobs: Tensor
+    """log pi_theta, nats, requires grad"""
+    proximal_logprobs: Tensor
+    """With one optimizer update per batch: `policy_logprobs.detach()`; the clip is then inert."""
+    behavior_logprobs: Tensor | None
+    """as stored with the tokens"""
+    advantages: Tensor
+    sequences: Sequences
+    reference_logprobs: Tensor | None = None
+    truncated: Tensor | None = None
+    """bool: of a sequence that was cut by its length"""
+
+    def required(self, name: str, reason: str) -> Tensor:
+        """The optional input `name`.
+
+        Raises:
+            ValueError: it is missing; a correction never silently does nothing.
+        """
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            raise ValueError(f"{reason} needs {name}, and the batch has none")
+        return value
+
+
+MaskFunction = Callable[[TokenBatch], Tensor]
+"""batch -> bool [N], True where a token is rejected"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A composed objective."""
+
+    surrogate: SurrogateFunction = field(
+        default=partial(ppo, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    )
+    ratio_level: RatioLevel = RatioLevel.token
+    anchor: Anchor = Anchor.proximal
+    weight: BehaviorWeightRule | None = None
+    """None: 1"""
+    rejection: Mapping[str, MaskFunction] = field(default_factory=dict)
+    """name -> mask; a token is trained iff none rejects it"""
+    kl: KLRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Per-token losses with gradient, and detached facts about them; all of one shape."""
+    """Per-token losses with gradient, and detached facts about them; all [N]."""
 
     per_token: Tensor
-    """to be minimized; gradient with respect to policy_logprobs"""
+    """to be minimized; 0 for rejected tokens"""
     importance_ratio: Tensor
-    """pi_theta / pi_prox"""
-    behavior_weight: Tensor | None
-    """truncated pi_prox / pi_behavior; None without a cap"""
+    """pi_theta / anchor at the ratio level"""
     surrogate: Surrogate
+    weight: BehaviorWeight | None
+    rejected: Mapping[str, Tensor]
+    """name of the mask -> bool"""
+    kept: Tensor
+    """bool: no mask rejects it"""
     reference_kl: Tensor | None
-    """k3 against the reference policy"""
+    """the estimate, not times its coefficient"""
 
 
-def ppo_surrogate(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Surrogate:
-    """max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A); for A < 0 at most dual_clip * |A|.
+@torch.no_grad()
+def rejections(batch: TokenBatch, objective: Objective) -> dict[str, Tensor]:
+    """What each mask of the objective rejects, a masking behavior weight included.
 
     Args:
-        ratio: importance ratio with gradient.
-        advantages: same shape, no gradient.
-        clip_low: lower bound is 1 - clip_low.
-        clip_high: upper bound is 1 + clip_high.
-        dual_clip: None: no dual clip.
-
-    Source: arXiv:1707.06347 (clip), arXiv:2503.14476 (asymmetric), arXiv:1912.09729 (dual clip).
+        batch: policy log-probs are not used. Masks that pool tokens over the batch (m2) need all
+            of it at once.
+        objective: see `Objective`.
     """
-    plain = -ratio * advantages
-    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    losses = torch.maximum(plain, clipped)
-    negative, fixed = advantages < 0, ratio.detach()
-    clipped_dual = torch.zeros_like(negative)
-    if dual_clip is not None:
-        clipped_dual = negative & (fixed > dual_clip)
-        losses = torch.where(negative, torch.minimum(losses, -dual_clip * advantages), losses)
-    return Surrogate(
-        losses=losses,
-        clipped_low=negative & (fixed < 1 - clip_low),
-        clipped_high=(advantages > 0) & (fixed > 1 + clip_high),
-        clipped_dual=clipped_dual,
-    )
+    found = {name: mask(batch) for name, mask in objective.rejection.items()}
+    if objective.weight is not None and objective.weight.action is WeightAction.mask:
+        found["behavior_weight"] = _weight(batch, objective.weight).bounded
+    return found
 
 
 def policy_loss(
-    policy_logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    reference_logprobs: Tensor | None = None,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    behavior_weight_cap: float | None,
-    kl_coef: float = 0.0,
+    batch: TokenBatch, objective: Objective, rejected: Mapping[str, Tensor] | None = None
 ) -> PolicyLoss:
-    """Clip around the proximal policy; correct for the behavior policy by a truncated weight.
+    """The objective, token by token.
 
-    per token: w * surrogate(r, A) + kl_coef * k3, with r = pi_theta / pi_prox and
-    w = min(pi_prox / pi_behavior, cap), detached. With one optimizer update per batch pass
-    `policy_logprobs.detach()` as the proximal policy: the clip is then inert and this is
-    REINFORCE with token-level truncated importance sampling.
+    per token: kept * (w * surrogate(r, A) + coef * kl), with r = pi_theta / anchor, and
+    w = pi_prox / pi_behavior, bounded and without gradient.
 
     Args:
-        policy_logprobs: log pi_theta of the sampled tokens, nats, requires grad.
-        proximal_logprobs: the clip anchor, no gradient taken.
-        behavior_logprobs: as stored with the tokens, no gradient taken.
-        advantages: same shape.
-        reference_logprobs: needed if kl_coef > 0.
-        clip_low: see `ppo_surrogate`.
-        clip_high: see `ppo_surrogate`.
-        dual_clip: see `ppo_surrogate`.
-        behavior_weight_cap: upper truncation of w; None: w = 1.
-        kl_coef: weight of the k3 estimate, with its gradient, inside the loss.
+        batch: whole sequences.
+        objective: how the parts compose.
+        rejected: what `rejections` found on the whole batch; None: found on this one.
 
     Raises:
-        ValueError: kl_coef > 0 without reference_logprobs, or shapes differ.
+        ValueError: an input that the objective needs is missing, or shapes differ.
 
-    Source: arXiv:2110.00641 (decoupled objective), arXiv:2505.24298 (its use for stale groups),
-    arXiv:2402.03300 (k3 inside the loss).
+    Source: arXiv:2110.00641 (decoupled objective), arXiv:2505.24298 (its use for stale groups);
+    the parts name theirs.
     """
-    shapes = {tuple(t.shape) for t in (policy_logprobs, proximal_logprobs, behavior_logprobs)}
-    if shapes != {tuple(advantages.shape)}:
-        raise ValueError(f"shapes differ: log-probs {shapes}, advantages {advantages.shape}")
-    ratio = importance_ratio(policy_logprobs, proximal_logprobs)
-    surrogate = ppo_surrogate(
-        ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
-    losses, weight, reference_kl = surrogate.losses, None, None
-    if behavior_weight_cap is not None:
-        weight = truncated_behavior_weight(
-            proximal_logprobs, behavior_logprobs, cap=behavior_weight_cap
+    _require_one_shape(batch)
+    anchor = batch.proximal_logprobs
+    if objective.anchor is Anchor.behavior:
+        anchor = batch.required("behavior_logprobs", "a ratio against the behavior policy")
+    log_r = log_ratio(
+        batch.policy_logprobs, anchor.detach(),
+        level=objective.ratio_level, sequences=batch.sequences,
+    )  # fmt: skip
+    found = objective.surrogate(
+        SurrogateInput(
+            batch.policy_logprobs, anchor.detach(), log_r, batch.advantages, batch.sequences
         )
-        losses = weight * losses
-    if kl_coef > 0:
-        if reference_logprobs is None:
-            raise ValueError("kl_coef > 0 needs reference_logprobs")
-        reference_kl = k3(policy_logprobs, reference_logprobs.detach())
-        losses = losses + kl_coef * reference_kl
-        reference_kl = reference_kl.detach()
-    return PolicyLoss(losses, ratio.detach(), weight, surrogate, reference_kl)
+    )
+    surrogate = unclipped(found) if isinstance(found, Tensor) else found
+    losses, weight, kl = surrogate.losses, None, None
+    if objective.weight is not None:
+        weight = _weight(batch, objective.weight)
+        losses = weight.applied * losses
+    if objective.kl is not None:
+        reference = batch.required("reference_logprobs", "a KL penalty")
+        kl = kl_penalty(batch.policy_logprobs, reference, batch.behavior_logprobs, objective.kl)
+        losses = losses + objective.kl.coef * kl
+        kl = kl.detach()
+    if rejected is None:
+        rejected = rejections(batch, objective)
+    kept = torch.ones_like(losses, dtype=torch.bool)
+    for mask in rejected.values():
+        kept &= ~mask
+    losses = torch.where(kept, losses, 0.0)
+    return PolicyLoss(losses, log_r.detach().exp(), surrogate, weight, rejected, kept, kl)
+
+
+def _weight(batch: TokenBatch, rule: BehaviorWeightRule) -> BehaviorWeight:
+    behavior = batch.required("behavior_logprobs", "a behavior weight")
+    return behavior_weight(batch.proximal_logprobs, behavior, batch.sequences, rule)
+
+
+def _require_one_shape(batch: TokenBatch) -> None:
+    given = {
+        "policy_logprobs": batch.policy_logprobs,
+        "proximal_logprobs": batch.proximal_logprobs,
+        "behavior_logprobs": batch.behavior_logprobs,
+        "reference_logprobs": batch.reference_logprobs,
+        "advantages": batch.advantages,
+        "sequences": batch.sequences.index,
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"the inputs of a loss must have one shape, got {shapes}")

@@ -3,6 +3,8 @@
 Versions are policy versions of one lineage: the replay server hands out nothing else.
 """
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -73,3 +75,102 @@ def split(train_version: int, groups: Iterable[Sequence[int]]) -> StalenessSplit
         in_flight=(total - in_queue) / num_tokens,
         in_queue=in_queue / num_tokens,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStaleness:
+    """Staleness of one sequence, in train steps; versions never fall along a sequence."""
+
+    head: int
+    """of its first trained token: the largest"""
+    tail: int
+    """of its last trained token"""
+    version_span: int
+    """versions that passed while it was sampled"""
+
+
+def sequence_staleness(train_version: int, versions: Sequence[int]) -> SequenceStaleness:
+    """Head, tail and span of one sequence.
+
+    Args:
+        train_version: the version that the step starts from.
+        versions: of its tokens; negative ones (no policy sampled it, padding) are skipped.
+
+    Raises:
+        ValueError: no token has a version: a missing version must not read as fresh.
+    """
+    sampled = [version for version in versions if version >= 0]
+    if not sampled:
+        raise ValueError("no token of the sequence has a version")
+    head, tail = train_version - sampled[0], train_version - sampled[-1]
+    return SequenceStaleness(head, tail, head - tail)
+
+
+def histogram(train_version: int, versions: Iterable[int]) -> dict[int, int]:
+    """Staleness -> number of tokens; negative versions are skipped."""
+    counts = Counter(train_version - version for version in versions if version >= 0)
+    return dict(sorted(counts.items()))
+
+
+def capacity(live_version: int, train_version: int, *, depth: int, groups_per_step: int) -> int:
+    """Groups that may be claimed, stored or leased now: the window less what is trained ahead.
+
+    Derived from state, never counted: after a resume it is the same formula. With everything
+    trained live it is (depth + 1) * groups_per_step, at any version.
+    """
+    ahead = (train_version - live_version) * groups_per_step
+    return max(0, (depth + 1) * groups_per_step - ahead)
+
+
+def worst_case(*, max_staleness: int, publish_every: int, updates_per_step: int) -> dict[str, int]:
+    """The largest staleness that can be trained, in the units that people ask for.
+
+    Returns:
+        steps: train steps, the bound itself; updates: optimizer updates; publishes: published
+        versions between sampling and training, at most.
+    """
+    return {
+        "steps": max_staleness,
+        "updates": max_staleness * updates_per_step,
+        "publishes": -(-max_staleness // publish_every),
+    }
+
+
+def keep_probability_weights(
+    lengths: Sequence[int],
+    edges: Sequence[int],
+    kept: Sequence[int],
+    finished: Sequence[int],
+    *,
+    cap: float,
+) -> list[float]:
+    """min(1 / P(kept | length), cap) for each completion: undoes the length filter of rejection.
+
+    Args:
+        lengths: of the completions to weigh, in tokens.
+        edges: rising upper ends (inclusive) of all length bins but the last, open one.
+        kept: completions of each bin that reached training, so far.
+        finished: completions of each bin that were finished, so far.
+        cap: a bin that is hardly ever kept must not rule the batch.
+
+    Returns:
+        One weight >= 1 per length; a bin without data weighs 1, one of which nothing was kept
+        weighs `cap`.
+
+    Raises:
+        ValueError: counts do not fit the bins, or more were kept than finished.
+    """
+    if not len(kept) == len(finished) == len(edges) + 1:
+        raise ValueError(f"{len(edges)} edges make {len(edges) + 1} bins, got {len(kept)} counts")
+    if any(k > n for k, n in zip(kept, finished, strict=True)):
+        raise ValueError("more completions kept than finished")
+    weights = []
+    for length in lengths:
+        position = bisect_left(edges, length)
+        if not finished[position]:
+            weights.append(1.0)
+        elif not kept[position]:
+            weights.append(cap)
+        else:
+            weights.append(min(finished[position] / kept[position], cap))
+    return weights

@@ -12,7 +12,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from async_grpo.config.rules import all_problems
+from async_grpo.config.presets import PRESETS, Preset
+from async_grpo.config.rules import all_problems, resolve_length_limit
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError
 
@@ -30,7 +31,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     problems: list[str] = []
     merged = _schema()
-    for source, layer in _layers(Path(path), overrides, problems):
+    layers = _layers(Path(path), overrides, problems)
+    for source, layer in [*_preset_layers(layers), *layers]:
         merged = _merge(merged, layer, source, problems)
     problems += [
         f"{key} is required: set it in {path} or as {key}=..."
@@ -40,6 +42,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(problems)
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
+    resolve_length_limit(config)
     if broken := all_problems(config):
         raise ConfigError(broken)
     return config
@@ -85,6 +88,25 @@ def _layers(
         assert isinstance(layer, dict)
         layers.append((f"override {item!r}", {str(name): value for name, value in layer.items()}))
     return layers
+
+
+def _preset_layers(
+    layers: list[tuple[str, dict[str, Any]]],
+) -> list[tuple[str, dict[str, Any]]]:
+    """The fields of the last `algorithm.preset` named, to lie below all layers.
+
+    An unknown name gives none: merging its own layer reports it.
+    """
+    name = Preset.default.value
+    for _, layer in layers:
+        section = layer.get("algorithm")
+        if isinstance(section, dict):
+            name = section.get("preset", name)
+    if name not in set(Preset):
+        return []
+    fields_of = PRESETS[Preset(name)]
+    source = f"algorithm.preset={name}"
+    return [(source, {"algorithm": {key: value}}) for key, value in fields_of.items()]
 
 
 def _merge(base: DictConfig, layer: dict[str, Any], source: str, problems: list[str]) -> DictConfig:

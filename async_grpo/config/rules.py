@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
+from async_grpo.config.algorithm import Aggregation
+from async_grpo.config.objective import objective_warnings
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import DrawOrder
 
@@ -19,6 +21,14 @@ def all_problems(config: Config) -> list[str]:
             found += checker(section.name)
     found += _cross_section(config)
     return found
+
+
+def resolve_length_limit(config: Config) -> None:
+    """Set `algorithm.length_limit`, where it is read and null, to the longest completion."""
+    algorithm = config.algorithm
+    read = algorithm.overlong_buffer_tokens > 0 or algorithm.aggregation is Aggregation.constant
+    if read and algorithm.length_limit is None:
+        algorithm.length_limit = config.generation.max_new_tokens
 
 
 def group_bytes_bound(config: Config, prompt_tokens: int = 0) -> int:
@@ -72,6 +82,12 @@ def _cross_section(config: Config) -> Iterator[str]:
             f"trainer.updates_per_step ({config.trainer.updates_per_step}) must be <= "
             f"replay.groups_per_step ({per_step})"
         )
+    limit = config.algorithm.length_limit
+    if limit is not None and config.algorithm.overlong_buffer_tokens > limit:
+        yield (
+            f"algorithm.overlong_buffer_tokens ({config.algorithm.overlong_buffer_tokens}) must be "
+            f"<= algorithm.length_limit ({limit})"
+        )
     if config.generation.group_size < 2:
         yield "generation.group_size must be >= 2: a group of one has no advantage"
 
@@ -85,6 +101,11 @@ def warnings(config: Config) -> list[str]:
             f"staleness.max_staleness ({bound}) is below twice the pipeline_depth ({depth}): "
             "expect rejected groups and a bias to short completions"
         )
+    found += objective_warnings(
+        config.algorithm,
+        updates_per_step=config.trainer.updates_per_step,
+        max_staleness=bound,
+    )
     if config.engine.urls and config.engine.num_engines != 1:
         found.append("engine.num_engines has no effect with engine.urls: no engine is started")
     if not config.policy.maker and config.policy.maker_options:

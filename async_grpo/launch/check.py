@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config.algorithm import Advantage
+from async_grpo.config import objective_text
 from async_grpo.config.load import agreement_digest, to_yaml
 from async_grpo.config.policy import DType
 from async_grpo.config.rules import group_bytes_bound, max_groups, warnings
@@ -31,19 +31,8 @@ def describe(config: Config) -> str:
 
 def objective_line(config: Config) -> str:
     """The resolved objective in one line."""
-    algorithm = config.algorithm
-    advantage = "R - mean"
-    if algorithm.advantage is Advantage.grpo:
-        advantage = f"(R - mean) / (std + {algorithm.advantage_eps:g})"
-    kl = "KL off"
-    if algorithm.kl_coef:
-        kl = f"+ {algorithm.kl_coef:g} * k3 against the initial policy"
-    return (
-        f"advantage {advantage}; token-level ratio clipped to "
-        f"[{1 - algorithm.clip_low:g}, {1 + algorithm.clip_high:g}] around the proximal policy, "
-        f"dual clip {algorithm.dual_clip:g}; behavior_weight <= {algorithm.behavior_weight_cap:g} "
-        f"per token; {algorithm.aggregation} over the global batch; {kl}"
-    )
+    preset = config.algorithm.preset
+    return f"{preset}: {objective_text.objective_line(config.algorithm)}"
 
 
 def _derived(config: Config) -> Iterator[tuple[str, str]]:
@@ -52,10 +41,8 @@ def _derived(config: Config) -> Iterator[tuple[str, str]]:
     window = (depth + 1) * per_step
     samples = per_step * group_size
     yield "objective", objective_line(config)
-    if config.trainer.updates_per_step == 1:
-        cap = config.algorithm.behavior_weight_cap
-        inert = f"one update per step; the bound is behavior_weight <= {cap:g}"
-        yield "clip inert", inert
+    if note := objective_text.clip_note(config.algorithm, config.trainer.updates_per_step):
+        yield "clip inert", note
     yield "zero-variance groups", str(config.algorithm.zero_variance)
     yield "window", f"{window} groups in flight and stored ((D + 1) * P = {depth + 1} * {per_step})"
     yield "staleness", f"{depth} typical (D), never above {bound} (S) train steps"

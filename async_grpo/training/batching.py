@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithms.staleness import token_versions
-from async_grpo.types import Completion, RolloutGroup
+from async_grpo.types import Completion, FinishReason, RolloutGroup
 
 MIN_ROW_TOKENS = 64
 """Rows are at least this long, so that short sequences share one. Measured with 256 sequences of
@@ -48,6 +48,8 @@ class TrainSequence:
     """trained tokens"""
     first_slot: int = 0
     """position of its first trained token in the batch's order"""
+    truncated: bool = False
+    """it was cut by its length"""
 
     @property
     def num_input_tokens(self) -> int:
@@ -103,6 +105,7 @@ def _sequence(group: int, completion: Completion, advantage: float) -> TrainSequ
         temperature=completion.temperature,
         pure=len(completion.segments) == 1 and not completion.segments[0].kv_mixed,
         num_trained=int(trained.sum()),
+        truncated=completion.finish_reason is FinishReason.LENGTH,
     )
 
 

@@ -2,42 +2,34 @@
 
 Knows nothing of where groups come from or where weights go. The gradient is the same under
 permuting groups, splitting into micro-batches and padding: losses are summed and divided once by
-the batch's own denominator.
+the batch's own denominator, and what pools tokens over the batch sees all of it beforehand.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms.advantages import AdvantageScale, group_advantages
 from async_grpo.algorithms.aggregation import Aggregation, denominator, sequence_token_weights
-from async_grpo.algorithms.losses import PolicyLoss, policy_loss
-from async_grpo.config.algorithm import AlgorithmSection
+from async_grpo.algorithms.losses import PolicyLoss, TokenBatch, policy_loss, rejections
+from async_grpo.algorithms.proximal import (
+    Interpolation,
+    interpolated_proximal,
+    interpolation_weight,
+)
+from async_grpo.algorithms.sequences import Sequences
+from async_grpo.config.algorithm import AlgorithmSection, Denominator, Proximal
+from async_grpo.config.objective import SURROGATE_KNOBS, needs_whole_batch
 from async_grpo.config.trainer import TrainerSection
 from async_grpo.errors import NumericsError
 from async_grpo.training.batching import MicroBatch, TrainSequence, make_microbatches, sequences_of
 from async_grpo.training.model import PolicyModel
+from async_grpo.training.objective import group_advantages, make_advantage, make_objective
 from async_grpo.training.optimizer import PolicyOptimizer, learning_rate
+from async_grpo.training.token_facts import BatchTokens, TokenFacts
 from async_grpo.types import RolloutGroup
-
-
-@dataclass(slots=True)
-class TokenFacts:
-    """What the step saw of each trained token, detached, in the batch's order; all [B]."""
-
-    policy_logprobs: Tensor
-    """by the weights that the token's update started from"""
-    proximal_logprobs: Tensor
-    behavior_logprobs: Tensor
-    entropy: Tensor
-    behavior_weight: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-    clipped_dual: Tensor
-    reference_kl: Tensor | None
 
 
 @dataclass(slots=True)
@@ -52,8 +44,26 @@ class StepOutcome:
     lr: float = 0.0
 
 
+@dataclass(slots=True)
+class _Batch:
+    """One train step's tokens while its updates are made."""
+
+    tokens: BatchTokens
+    facts: TokenFacts
+    prescored: bool
+    """the proximal log-probs are in `facts`, by a pass before the updates"""
+    alpha: Tensor | None = None
+    """[B] where the proximal policy is interpolated"""
+    rejected: Mapping[str, Tensor] | None = None
+    """masks [B], made before the updates"""
+
+
 class TrainStep:
-    """Applies train steps to one policy."""
+    """Applies train steps to one policy.
+
+    Attributes:
+        optimizer: of the policy's trainable parameters.
+    """
 
     def __init__(
         self,
@@ -68,10 +78,11 @@ class TrainStep:
             raise ValueError("kl_coef > 0 needs a reference policy")
         self._policy, self._reference = policy, reference
         self._algorithm, self._trainer = algorithm, trainer
+        self._objective, self._advantage = make_objective(algorithm), make_advantage(algorithm)
         self._aggregation = Aggregation(algorithm.aggregation.value)
         self._num_updates = num_train_steps * trainer.updates_per_step
         parameters = (p for p in policy.module.parameters() if p.requires_grad)
-        self._optimizer = PolicyOptimizer(parameters, trainer)
+        self.optimizer = PolicyOptimizer(parameters, trainer)
 
     def apply(self, groups: Sequence[RolloutGroup], train_version: int) -> StepOutcome:
         """One or more optimizer updates on `groups`.
@@ -81,35 +92,32 @@ class TrainStep:
             train_version: version of the weights now; the step makes it train_version + 1.
 
         Raises:
-            NumericsError: the loss or the gradient norm is not finite; nothing was applied.
+            NumericsError: a reward, the loss or the gradient norm is not finite; the update was
+                not applied.
             ValueError: no group has a token to train on.
         """
-        sequences = sequences_of(groups, self._advantages(groups))
-        facts = _empty_facts(self._policy, sequences, with_reference=self._reference is not None)
-        outcome = StepOutcome(sequences=sequences, tokens=facts)
+        try:
+            advantages = group_advantages(self._algorithm, self._advantage, groups)
+        except NumericsError as error:
+            raise NumericsError(_message(str(error), train_version, groups)) from error
+        sequences = sequences_of(groups, advantages)
+        if not sequences:
+            raise ValueError("no group of the batch has a token to train on")
         updates = self._split(groups, sequences)
-        if len(updates) > 1:
-            self._proximal_pass(sequences, facts.proximal_logprobs)
+        batch = self._prepare(sequences, train_version, num_updates=len(updates))
+        batch.facts.num_first_update = sum(s.num_trained for s in updates[0])
+        outcome = StepOutcome(sequences=sequences, tokens=batch.facts)
         for number, part in enumerate(updates):
             update = train_version * self._trainer.updates_per_step + number
             outcome.lr = learning_rate(self._trainer, update, self._num_updates)
-            loss = self._accumulate(part, facts, recomputed=len(updates) > 1)
-            grad_norm = self._optimizer.clip()
+            loss = self._accumulate(part, batch)
+            grad_norm = self.optimizer.clip()
             self._require_finite(loss, grad_norm, train_version, groups)
-            self._optimizer.step(outcome.lr)
+            self.optimizer.step(outcome.lr)
             outcome.losses.append(loss)
             outcome.grad_norms.append(grad_norm)
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         return outcome
-
-    def _advantages(self, groups: Sequence[RolloutGroup]) -> list[list[float]]:
-        scale = AdvantageScale(self._algorithm.advantage.value)
-        found = []
-        for group in groups:
-            rewards = torch.tensor([r.reward for r in group.rollouts], dtype=torch.float64)
-            values = group_advantages(rewards, scale=scale, eps=self._algorithm.advantage_eps)
-            found.append(values.tolist())
-        return found
 
     def _split(
         self, groups: Sequence[RolloutGroup], sequences: list[TrainSequence]
@@ -121,14 +129,49 @@ class TrainStep:
             [s for s in sequences if low <= s.group < high]
             for low, high in itertools.pairwise(borders)
         ]
-        if not sequences:
-            raise ValueError("no group of the batch has a token to train on")
         return [part for part in parts if part]
 
-    def _microbatches(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
+    def _prepare(
+        self, sequences: list[TrainSequence], train_version: int, *, num_updates: int
+    ) -> _Batch:
+        """Everything that must be known of the whole batch before the first update."""
+        algorithm, how = self._algorithm, self._algorithm.proximal
+        tokens = BatchTokens.of(sequences, self._policy)
+        facts = TokenFacts.empty(
+            self._policy,
+            tokens,
+            with_reference=self._reference is not None,
+            weighted=self._objective.weight is not None,
+        )
+        pooled = needs_whole_batch(algorithm)
+        prescored = how is Proximal.recompute or (
+            how is Proximal.auto and (num_updates > 1 or pooled)
+        )
+        batch = _Batch(tokens, facts, prescored)
+        if how is Proximal.interpolate:
+            batch.alpha = interpolation_weight(
+                tokens.versions, policy_version=train_version, proximal_version=train_version - 1
+            )
+        if prescored:
+            self._proximal_pass(sequences, facts.proximal_logprobs)
+            whole = TokenBatch(
+                policy_logprobs=facts.proximal_logprobs,
+                proximal_logprobs=facts.proximal_logprobs,
+                behavior_logprobs=tokens.behavior_logprobs,
+                advantages=tokens.advantages,
+                sequences=tokens.sequences,
+                truncated=tokens.truncated,
+            )
+            batch.rejected = rejections(whole, self._objective)
+        return batch
+
+    def _microbatches(
+        self, sequences: list[TrainSequence], num_tokens: Sequence[int]
+    ) -> list[MicroBatch]:
+        """Packed `sequences`, weighted by how many tokens of each count."""
         return make_microbatches(
             sequences,
-            sequence_token_weights(self._aggregation, [s.num_trained for s in sequences]),
+            sequence_token_weights(self._aggregation, num_tokens),
             tokens_per_microbatch=self._trainer.tokens_per_microbatch,
             dtype=self._policy.accumulation_dtype,
             device=self._policy.device,
@@ -137,104 +180,91 @@ class TrainStep:
     @torch.no_grad()
     def _proximal_pass(self, sequences: list[TrainSequence], into: Tensor) -> None:
         """Log-probs of all tokens under the weights that the train step starts from."""
-        for batch in self._microbatches(sequences):
+        for batch in self._microbatches(sequences, [s.num_trained for s in sequences]):
             into[batch.slots] = self._policy.logprobs(batch)[0]
 
-    def _accumulate(
-        self, sequences: list[TrainSequence], facts: TokenFacts, *, recomputed: bool
-    ) -> float:
+    def _counted(self, sequences: list[TrainSequence], batch: _Batch) -> list[int]:
+        """Tokens of each sequence that the denominator counts."""
+        if self._algorithm.denominator is Denominator.original:
+            return [s.num_trained for s in sequences]
+        kept = torch.ones_like(batch.facts.kept)
+        for mask in (batch.rejected or {}).values():
+            kept &= ~mask
+        per_sequence = [kept[s.first_slot : s.first_slot + s.num_trained] for s in sequences]
+        return [int(mask.sum()) for mask in per_sequence]
+
+    def _accumulate(self, sequences: list[TrainSequence], batch: _Batch) -> float:
         """Gradients of one optimizer update; returns its loss.
 
-        A sequence of advantage 0 has no gradient (without KL): it counts in the denominator and
-        is scored for the metrics, but not differentiated.
+        A sequence of advantage 0 has no gradient (without KL, by a built-in surrogate): it counts
+        in the denominator and is scored for the metrics, but not differentiated. If rejection
+        leaves no token to count, the loss is 0.
         """
-        self._optimizer.zero_grad()
-        divisor = denominator(self._aggregation, [s.num_trained for s in sequences])
+        self.optimizer.zero_grad()
+        counted = self._counted(sequences, batch)
+        divisor = 1.0
+        if any(counted):
+            divisor = denominator(self._aggregation, counted, length=self._algorithm.length_limit)
         total = torch.zeros((), dtype=torch.float64)
-        pulling = [s for s in sequences if s.advantage != 0 or self._reference is not None]
-        idle = [s for s in sequences if s.advantage == 0 and self._reference is None]
+        pairs = list(zip(sequences, counted, strict=True))
+        pulling = [pair for pair in pairs if self._pulls(pair[0])]
+        idle = [pair for pair in pairs if not self._pulls(pair[0])]
         if not pulling:
-            self._optimizer.zero_fill()
-        batches = [(True, batch) for batch in self._microbatches(pulling)]
-        batches += [(False, batch) for batch in self._microbatches(idle)]
-        for differentiate, batch in batches:
-            slots = batch.slots
-            with torch.set_grad_enabled(differentiate):
-                logprobs, entropy = self._policy.logprobs(batch)
-            if not recomputed:  # one update: the proximal policy is the policy itself
-                facts.proximal_logprobs[slots] = logprobs.detach()
-            result = self._loss(batch, logprobs, facts.proximal_logprobs[slots])
-            loss = (result.per_token * batch.weights).sum() / divisor
-            if differentiate:
-                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            total += loss.detach().double().cpu()
-            _record(facts, batch, logprobs.detach(), entropy, result)
+            self.optimizer.zero_fill()
+        for differentiate, part in ((True, pulling), (False, idle)):
+            for micro in self._microbatches([s for s, _ in part], [n for _, n in part]):
+                with torch.set_grad_enabled(differentiate):
+                    logprobs, entropy = self._policy.logprobs(micro)
+                result = self._loss(micro, logprobs, batch)
+                loss = (result.per_token * micro.weights).sum() / divisor
+                if differentiate:
+                    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                total += loss.detach().double().cpu()
+                batch.facts.record(micro, logprobs.detach(), entropy, result)
         return float(total)
 
-    def _loss(self, batch: MicroBatch, logprobs: Tensor, proximal: Tensor) -> PolicyLoss:
-        reference_logprobs = None
+    def _pulls(self, sequence: TrainSequence) -> bool:
+        """Whether the sequence can have a gradient."""
+        custom = self._algorithm.surrogate not in SURROGATE_KNOBS
+        return sequence.advantage != 0 or self._reference is not None or custom
+
+    def _loss(self, micro: MicroBatch, logprobs: Tensor, batch: _Batch) -> PolicyLoss:
+        slots, tokens, facts = micro.slots, batch.tokens, batch.facts
+        if batch.alpha is not None:
+            facts.proximal_logprobs[slots] = interpolated_proximal(
+                logprobs.detach(),
+                micro.behavior_logprobs,
+                batch.alpha[slots],
+                Interpolation(self._algorithm.proximal_interpolation.value),
+            )
+        elif not batch.prescored:  # one update: the proximal policy is the policy itself
+            facts.proximal_logprobs[slots] = logprobs.detach()
+        reference_logprobs = rejected = None
         if self._reference is not None:
             with torch.no_grad():
-                reference_logprobs, _ = self._reference.logprobs(batch)
-        algorithm = self._algorithm
-        return policy_loss(
-            logprobs,
-            proximal,
-            batch.behavior_logprobs,
-            batch.advantages,
-            reference_logprobs,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            behavior_weight_cap=algorithm.behavior_weight_cap,
-            kl_coef=algorithm.kl_coef,
+                reference_logprobs, _ = self._reference.logprobs(micro)
+        if batch.rejected is not None:
+            rejected = {name: mask[slots] for name, mask in batch.rejected.items()}
+        given = TokenBatch(
+            policy_logprobs=logprobs,
+            proximal_logprobs=facts.proximal_logprobs[slots],
+            behavior_logprobs=micro.behavior_logprobs,
+            advantages=micro.advantages,
+            sequences=Sequences.of(tokens.sequences.index[slots]),
+            reference_logprobs=reference_logprobs,
+            truncated=tokens.truncated[slots],
         )
+        return policy_loss(given, self._objective, rejected)
 
     def _require_finite(
         self, loss: float, grad_norm: float, train_version: int, groups: Sequence[RolloutGroup]
     ) -> None:
-        finite = torch.tensor([loss, grad_norm]).isfinite().all()
-        if not finite:
-            self._optimizer.zero_grad()
-            names = ", ".join(f"{group.group_id}/{group.attempt}" for group in groups)
-            raise NumericsError(
-                f"train step from version {train_version}: loss {loss}, gradient norm {grad_norm}; "
-                f"groups (id/attempt): {names}"
-            )
+        if not torch.tensor([loss, grad_norm]).isfinite().all():
+            self.optimizer.zero_grad()
+            facts = f"loss {loss}, gradient norm {grad_norm}"
+            raise NumericsError(_message(facts, train_version, groups))
 
 
-def _empty_facts(
-    policy: PolicyModel, sequences: list[TrainSequence], *, with_reference: bool
-) -> TokenFacts:
-    count = sum(sequence.num_trained for sequence in sequences)
-
-    def zeros(dtype: torch.dtype = policy.accumulation_dtype) -> Tensor:
-        return torch.zeros(count, dtype=dtype, device=policy.device)
-
-    return TokenFacts(
-        policy_logprobs=zeros(),
-        proximal_logprobs=zeros(),
-        behavior_logprobs=zeros(),
-        entropy=zeros(),
-        behavior_weight=zeros(),
-        clipped_low=zeros(torch.bool),
-        clipped_high=zeros(torch.bool),
-        clipped_dual=zeros(torch.bool),
-        reference_kl=zeros() if with_reference else None,
-    )
-
-
-def _record(
-    facts: TokenFacts, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, result: PolicyLoss
-) -> None:
-    slots = batch.slots
-    facts.policy_logprobs[slots] = logprobs
-    facts.behavior_logprobs[slots] = batch.behavior_logprobs
-    facts.entropy[slots] = entropy
-    assert result.behavior_weight is not None
-    facts.behavior_weight[slots] = result.behavior_weight
-    facts.clipped_low[slots] = result.surrogate.clipped_low
-    facts.clipped_high[slots] = result.surrogate.clipped_high
-    facts.clipped_dual[slots] = result.surrogate.clipped_dual
-    if facts.reference_kl is not None and result.reference_kl is not None:
-        facts.reference_kl[slots] = result.reference_kl
+def _message(facts: str, train_version: int, groups: Sequence[RolloutGroup]) -> str:
+    names = ", ".join(f"{group.group_id}/{group.attempt}" for group in groups)
+    return f"train step from version {train_version}: {facts}; groups (id/attempt): {names}"

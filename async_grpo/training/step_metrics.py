@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithms import diagnostics
-from async_grpo.algorithms.staleness import BUCKETS, split
-from async_grpo.config.algorithm import AlgorithmSection
+from async_grpo.algorithms.staleness import BUCKETS, sequence_staleness, split
+from async_grpo.config.algorithm import AlgorithmSection, Proximal
 from async_grpo.replay_parts import GeneratedStats
-from async_grpo.training.step import StepOutcome, TokenFacts
+from async_grpo.training.step import StepOutcome
+from async_grpo.training.token_facts import TokenFacts
 from async_grpo.types import DropReason, FinishReason, RolloutGroup
 
 
@@ -79,8 +80,13 @@ def token_metrics(
     }
     values |= _staleness_metrics(outcome, groups, train_version)
     values |= _off_policy_metrics(facts, algorithm)
-    values |= _lag0_gap(outcome, staleness)
-    values |= _by_staleness(facts, staleness, algorithm)
+    values |= _weight_metrics(facts)
+    values |= _rejection_metrics(facts)
+    interpolated = algorithm.proximal is Proximal.interpolate
+    values |= _lag0_gap(outcome, staleness, interpolated=interpolated)
+    values |= _by_staleness(facts, staleness)
+    if interpolated:
+        values["proximal/interpolation_error"] = _interpolation_error(facts)
     return values
 
 
@@ -93,7 +99,13 @@ def _staleness_metrics(
     parts = split(train_version, by_group)
     trained = [len(versions) for versions in by_group]
     seconds = [group.sampled_ago_s for group in groups]
+    ends = [
+        sequence_staleness(train_version, s.versions[s.trained].tolist()) for s in outcome.sequences
+    ]
     return {
+        "staleness/head_mean": float(np.mean([end.head for end in ends])),
+        "staleness/tail_mean": float(np.mean([end.tail for end in ends])),
+        "staleness/version_span_mean": float(np.mean([end.version_span for end in ends])),
         "staleness/mean": parts.mean,
         "staleness/max": parts.max,
         "staleness/in_flight": parts.in_flight,
@@ -103,6 +115,7 @@ def _staleness_metrics(
 
 
 def _off_policy_metrics(facts: TokenFacts, algorithm: AlgorithmSection) -> dict[str, float]:
+    """Over all trained tokens, before any mask, from raw ratios."""
     policy, proximal, behavior = (
         facts.policy_logprobs,
         facts.proximal_logprobs,
@@ -113,6 +126,8 @@ def _off_policy_metrics(facts: TokenFacts, algorithm: AlgorithmSection) -> dict[
         for name, value in diagnostics.ratio_statistics(policy, logprobs).items():
             values[f"ratio/{anchor}_{name}"] = value
     gap = diagnostics.divergence(behavior, proximal)
+    whole = diagnostics.sequence_divergence(behavior, proximal, facts.sequences)
+    spread = diagnostics.perplexity(behavior, proximal, facts.sequences)
     ratio = (policy - behavior).exp()
     outside = (ratio < 1 - algorithm.clip_low) | (ratio > 1 + algorithm.clip_high)
     values |= {
@@ -120,36 +135,87 @@ def _off_policy_metrics(facts: TokenFacts, algorithm: AlgorithmSection) -> dict[
         "clip/high_fraction": diagnostics.fraction(facts.clipped_high),
         "clip/dual_fraction": diagnostics.fraction(facts.clipped_dual),
         "clip/behavior_fraction": diagnostics.fraction(outside),
-        "behavior_weight/mean": float(facts.behavior_weight.mean()),
-        "behavior_weight/truncated_fraction": _truncated(facts.behavior_weight, algorithm),
         "ess/raw": gap["ess"],
-        "ess/truncated": diagnostics.effective_sample_size(facts.behavior_weight),
+        "ess/sequence_raw": whole["ess"],
         "kl/behavior_k1": gap["k1"],
         "kl/behavior_k3": gap["k3"],
+        "chi2/token": gap["chi2"],
+        "chi2/sequence": whole["chi2"],
+        "m2": gap["m2"],
+        "perplexity/behavior": spread["sampling"],
+        "perplexity/proximal": spread["other"],
+        "perplexity/log_abs_gap": spread["log_abs_gap"],
     }
     if facts.reference_kl is not None:
         values["kl/reference"] = float(facts.reference_kl.mean())
     return values
 
 
-def _truncated(behavior_weight: Tensor, algorithm: AlgorithmSection) -> float:
-    return diagnostics.fraction(behavior_weight >= algorithm.behavior_weight_cap)
+def _weight_metrics(facts: TokenFacts) -> dict[str, float]:
+    """The behavior weight before and after its bounds; a cap must not hide what it cuts."""
+    if not facts.weighted:
+        return {}
+    raw, applied = facts.behavior_weight_raw.double(), facts.behavior_weight
+    return {
+        "behavior_weight/raw_mean": float(raw.mean()),
+        "behavior_weight/raw_min": float(raw.min()),
+        "behavior_weight/raw_max": float(raw.max()),
+        "behavior_weight/mean": float(applied.mean()),
+        "behavior_weight/truncated_fraction": diagnostics.fraction(facts.weight_bounded),
+        "ess/truncated": diagnostics.effective_sample_size(applied),
+        "ess/sequence_truncated": diagnostics.effective_sample_size(
+            facts.sequences.mean(applied.double())
+        ),
+    }
 
 
-def _lag0_gap(outcome: StepOutcome, staleness: Tensor) -> dict[str, float]:
+def _rejection_metrics(facts: TokenFacts) -> dict[str, float]:
+    """What masks took out, by mask; and the tokens that are left, by themselves."""
+    if not facts.rejected:
+        return {}
+    kept = facts.kept
+    sequences_left = facts.sequences.sum(kept.double()) > 0
+    values = {
+        "rejected/token_fraction": 1 - diagnostics.fraction(kept),
+        "rejected/sequence_fraction": 1 - diagnostics.fraction(sequences_left),
+    }
+    for name, mask in facts.rejected.items():
+        values[f"rejected/{name}_fraction"] = diagnostics.fraction(mask)
+    behavior, proximal = facts.behavior_logprobs[kept], facts.proximal_logprobs[kept]
+    if kept.any():
+        gap = diagnostics.divergence(behavior, proximal)
+        values["kept/ess"], values["kept/k3"] = gap["ess"], gap["k3"]
+        values["kept/ratio_mean"] = diagnostics.ratio_statistics(proximal, behavior)["mean"]
+    return values
+
+
+def _interpolation_error(facts: TokenFacts) -> float:
+    """Mean |interpolated - real| proximal log-prob, where the real one is known.
+
+    That is on the tokens of the first update: it was made from the weights of the step's start.
+    """
+    first = slice(facts.num_first_update)
+    return float((facts.proximal_logprobs[first] - facts.policy_logprobs[first]).abs().mean())
+
+
+def _lag0_gap(outcome: StepOutcome, staleness: Tensor, *, interpolated: bool) -> dict[str, float]:
     """Engine mismatch alone: tokens of whole completions by the weights of this very version."""
     pure = np.concatenate([np.full(s.num_trained, s.pure) for s in outcome.sequences])
     chosen = torch.from_numpy(pure).to(staleness.device) & (staleness == 0)
     if not chosen.any():
         return {}
     facts = outcome.tokens
-    gap = (facts.proximal_logprobs - facts.behavior_logprobs)[chosen].abs()
+    proximal = facts.proximal_logprobs
+    if interpolated:  # for fresh tokens that is the behavior policy itself: look at the real one
+        proximal = facts.policy_logprobs
+        chosen &= torch.arange(len(chosen), device=chosen.device) < facts.num_first_update
+        if not chosen.any():
+            return {}
+    gap = (proximal - facts.behavior_logprobs)[chosen].abs()
     return {"logprob/lag0_gap": float(gap.mean())}
 
 
-def _by_staleness(
-    facts: TokenFacts, staleness: Tensor, algorithm: AlgorithmSection
-) -> dict[str, float]:
+def _by_staleness(facts: TokenFacts, staleness: Tensor) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, first, last in BUCKETS:
         chosen = staleness >= first
@@ -167,8 +233,8 @@ def _by_staleness(
             f"by_staleness/{name}/ratio_mean": diagnostics.ratio_statistics(proximal, behavior)[
                 "mean"
             ],
-            f"by_staleness/{name}/truncated_fraction": _truncated(
-                facts.behavior_weight[chosen], algorithm
-            ),
         }
+        if facts.weighted:
+            bounded = diagnostics.fraction(facts.weight_bounded[chosen])
+            values[f"by_staleness/{name}/truncated_fraction"] = bounded
     return values
