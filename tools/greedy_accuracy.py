@@ -37,7 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     config = load_config(args.config, args.overrides)
     final = RunDirectory(Path(config.run.output_dir)).final_model
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no annotation
     torch.set_num_threads(config.trainer.threads)
     prompts = held_out_prompts(config, args.num_prompts)
     print(f"accuracy on {len(prompts)} held-out prompts of task {config.task.name}")
