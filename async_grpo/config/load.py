@@ -1,5 +1,6 @@
 """Load a configuration: schema, then YAML, then `key=value` overrides, then every check at once."""
 
+import difflib
 import hashlib
 import importlib
 import json
@@ -10,7 +11,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from async_grpo.config.presets import PRESETS, Preset
 from async_grpo.config.rules import all_problems, resolve_length_limit
@@ -34,17 +35,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     layers = _layers(Path(path), overrides, problems)
     for source, layer in [*_preset_layers(layers), *layers]:
         merged = _merge(merged, layer, source, problems)
-    problems += [
-        f"{key} is required: set it in {path} or as {key}=..."
-        for key in sorted(OmegaConf.missing_keys(merged))
-    ]
+    missing = sorted(OmegaConf.missing_keys(merged))
+    problems += [f"{key} is required: set it in {path} or as {key}=..." for key in missing]
+    if missing:
+        raise ConfigError(problems)
+    config = _to_config(merged, problems)
+    problems += all_problems(config)  # of what did fit: all problems at once
     if problems:
         raise ConfigError(problems)
-    config = OmegaConf.to_object(merged)
+    return config
+
+
+def _to_config(merged: DictConfig, problems: list[str]) -> Config:
+    """The tree as objects; one that cannot be made (an unknown `${...}`) has only its problems."""
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError([*problems, _first_line(error)]) from error
     assert isinstance(config, Config)
     resolve_length_limit(config)
-    if broken := all_problems(config):
-        raise ConfigError(broken)
     return config
 
 
@@ -115,10 +124,26 @@ def _merge(base: DictConfig, layer: dict[str, Any], source: str, problems: list[
         merged = OmegaConf.merge(base, layer)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = getattr(error, "full_key", None) or next(iter(layer))
-        problems.append(f"{key}: {_first_line(error)} (from {source})")
+        problems.append(f"{key}: {_what_is_wrong(base, layer, error)} (from {source})")
         return base
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _what_is_wrong(base: DictConfig, layer: dict[str, Any], error: Exception) -> str:
+    """`error` in the words of a configuration."""
+    section, content = next(iter(layer.items()))
+    known: list[str] = [str(key) for key in base]
+    if section in known:
+        if not isinstance(content, dict):
+            return f"is a section; set its fields, as {section}.FIELD=value"
+        known = [str(key) for key in base[section]]
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        name = str(getattr(error, "key", "") or section)
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        return f"no such field; {hint}"
+    return _first_line(error)
 
 
 def _first_line(error: Exception) -> str:
@@ -168,7 +193,13 @@ def resolve_object(reference: str, field_name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{field_name}: cannot import {module_name!r}: {error}") from error
+        raise ConfigError(
+            f"{field_name}: cannot import {module_name!r}: {error}; modules are looked for in the "
+            "current directory and in PYTHONPATH"
+        ) from error
+    except Exception as error:  # foreign code runs at its import
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{field_name}: importing {module_name!r} failed: {what}") from error
     try:
         return getattr(module, attribute)
     except AttributeError as error:

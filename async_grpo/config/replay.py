@@ -55,3 +55,10 @@ class ReplaySection:
             )
         if not self.address.startswith(("tcp://", "ipc://")):
             yield f"{where}.address must start with tcp:// or ipc://, got {self.address!r}"
+        elif self.address.startswith("tcp://") and not _has_port(self.address):
+            yield f"{where}.address must end with a port of 0 to 65535, got {self.address!r}"
+
+
+def _has_port(address: str) -> bool:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return bool(host) and (port == "*" or (port.isdecimal() and int(port) <= 65535))

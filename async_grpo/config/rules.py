@@ -82,6 +82,12 @@ def _cross_section(config: Config) -> Iterator[str]:
             f"trainer.updates_per_step ({config.trainer.updates_per_step}) must be <= "
             f"replay.groups_per_step ({per_step})"
         )
+    context, budget = config.engine.context_length, config.generation.max_new_tokens
+    if context and budget >= context:
+        yield (
+            f"generation.max_new_tokens ({budget}) must be below engine.context_length "
+            f"({context}): the prompt needs room too"
+        )
     limit = config.algorithm.length_limit
     if limit is not None and config.algorithm.overlong_buffer_tokens > limit:
         yield (

@@ -5,6 +5,7 @@ nothing of what a role does.
 """
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from async_grpo.errors import AsyncGrpoError, ConfigError, ExitCode
 if TYPE_CHECKING:
     from async_grpo.config.schema import Config
 
+_NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors of the file system that are no defect of this program."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -32,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     An `AsyncGrpoError` is a message without a traceback and its own exit code. Any other exception
     is a defect of ours: it passes through, so that Python prints it and exits with 1.
     """
+    if os.getcwd() not in sys.path:  # as `python -m` has it: for objects named module:attribute
+        sys.path.insert(0, os.getcwd())
     try:
         args = _parse(argv)
         command: Callable[[argparse.Namespace], ExitCode] = args.command
@@ -39,6 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AsyncGrpoError as error:
         print(f"async-grpo: {error}", file=sys.stderr)
         return int(error.exit_code)
+    except OSError as error:
+        if error.errno not in _NOT_OURS:
+            raise
+        where = f" ({error.filename})" if error.filename else " (run.output_dir)"
+        print(
+            f"async-grpo: {error.strerror}{where}; what was acknowledged is in the run directory: "
+            "make room and start again",
+            file=sys.stderr,
+        )
+        return int(ExitCode.OTHER)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
 
@@ -69,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", metavar="CONFIG", help="YAML file")
-        sub.add_argument("overrides", metavar="key=value", nargs="*", help="wins over the file")
+        sub.add_argument(
+            "overrides", metavar="key=value", nargs="*", default=[], help="wins over the file"
+        )
         sub.set_defaults(command=command)
         return sub
 
@@ -113,8 +130,13 @@ def _run(args: argparse.Namespace) -> ExitCode:
 
 
 def _replay(args: argparse.Namespace) -> ExitCode:
-    _become_role()
+    alone = _become_role()
     config = _load(args)
+    if alone:
+        from async_grpo.launch.alone import continue_or_begin, log_to_file
+
+        continue_or_begin(config)
+        log_to_file(config, "replay")
     from async_grpo.roles import replay_server
 
     replay_server.main(config)
@@ -122,11 +144,12 @@ def _replay(args: argparse.Namespace) -> ExitCode:
 
 
 def _generator(args: argparse.Namespace) -> ExitCode:
-    _become_role()
+    alone = _become_role()
     name = args.name or f"generator-{socket.gethostname()}-{os.getpid()}"
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name {name!r} may hold letters, digits, '.', '_' and '-' only")
     config = _load(args)
+    _require(config, name if alone else "", tokenizer=True)
     from async_grpo.roles import generator
 
     generator.main(config, name=name, config_args=[args.config, *args.overrides])
@@ -134,10 +157,11 @@ def _generator(args: argparse.Namespace) -> ExitCode:
 
 
 def _trainer(args: argparse.Namespace) -> ExitCode:
-    _become_role()
+    alone = _become_role()
     config = _load(args)
     if args.nproc != 1:
         raise ConfigError(f"--nproc {args.nproc}: one rank in this version")
+    _require(config, "trainer" if alone else "", tokenizer=False)
     from async_grpo.roles import trainer
 
     trainer.main(config)
@@ -145,8 +169,11 @@ def _trainer(args: argparse.Namespace) -> ExitCode:
 
 
 def _engine(args: argparse.Namespace) -> ExitCode:
-    _become_role()
+    alone = _become_role()
     config = _load(args)
+    _require(
+        config, f"engine-{config.engine.port or os.getpid()}" if alone else "", tokenizer=False
+    )
     from async_grpo.engine import server
 
     server.main(config, port=config.engine.port)
@@ -200,13 +227,28 @@ def _load(args: argparse.Namespace) -> "Config":
     return load_config(args.config, args.overrides)
 
 
-def _become_role() -> None:
-    """What every role needs before its slow imports: a parent, a log, an answer to SIGTERM."""
-    from async_grpo.transport.parent import exit_with_parent
+def _require(config: "Config", log: str, *, tokenizer: bool) -> None:
+    """What can be said of the model without torch; `log`: name of the log of a role alone."""
+    from async_grpo.launch.alone import log_to_file, require_model
 
+    require_model(config, tokenizer=tokenizer)
+    if log:
+        log_to_file(config, log)
+
+
+def _become_role() -> bool:
+    """What every role needs before its slow imports: a parent, a log, an answer to SIGTERM.
+
+    Returns:
+        Whether it was started alone, by no process of ours.
+    """
+    from async_grpo.transport.parent import CHILD_VARIABLE, exit_with_parent
+
+    alone = os.environ.get(CHILD_VARIABLE) != "1"
     exit_with_parent()
     signal.signal(signal.SIGTERM, _exit_cleanly)  # until the role installs its own
     _set_up_logging(logging.INFO)
+    return alone
 
 
 def _exit_cleanly(_signum: int, _frame: FrameType | None) -> NoReturn:

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_grpo.config.load import load_config, to_yaml
+from async_grpo.config.load import load_config
 from async_grpo.config.resume import resume_problems
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError, ExitCode
+from async_grpo.launch.alone import make_directory, require_model, write_config
 from async_grpo.launch.prepare import needs_preparation
 from async_grpo.launch.processes import RoleCommand, adopt_orphans, end_orphans
 from async_grpo.launch.status import StatusLine
@@ -33,6 +34,8 @@ def run(config: Config, *, resume: bool = False) -> ExitCode:
             cannot continue.
     """
     directory = RunDirectory(Path(config.run.output_dir))
+    if not needs_preparation(config):
+        require_model(config, tokenizer=True)
     take_directory(directory, config, resume=resume)
     adopt_orphans()
     outcome, status = asyncio.run(_supervise(config, directory))
@@ -97,11 +100,8 @@ def take_directory(directory: RunDirectory, config: Config, *, resume: bool) -> 
             "continue it with --resume, choose another run.output_dir, or remove the directory if "
             "its results are not needed"
         )
-    for folder in (directory.root, directory.logs, directory.bound_address.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-    partial = directory.config.with_suffix(".partial")
-    partial.write_text(to_yaml(config), encoding="utf-8")
-    partial.replace(directory.config)
+    make_directory(directory)
+    write_config(directory, config)
 
 
 def _require_resumable(directory: RunDirectory, config: Config) -> None:

@@ -191,7 +191,7 @@ def test_prepare_makes_the_model_once(config_path: Path, tmp_path: Path) -> None
 
 
 def test_an_interrupted_prepare_leaves_no_model(config_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="out of disk"):
+    with pytest.raises(ConfigError, match="failed: RuntimeError: out of disk"):
         prepare(load_config(config_path, [f"policy.maker={__name__}:make_half"]))
     assert not (tmp_path / "out" / "model").exists()
     prepare(
