@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config import objective_text
+from async_grpo.config.eval import EvalSection
 from async_grpo.config.load import agreement_digest, to_yaml
 from async_grpo.config.policy import DType
 from async_grpo.config.rules import group_bytes_bound, max_groups, warnings
@@ -53,9 +54,18 @@ def _derived(config: Config) -> Iterator[tuple[str, str]]:
     yield "payload per step", f"<= {_size(payload)} + 4 bytes per prompt token and completion"
     limit = f"{_size(config.replay.max_bytes)} or {max_groups(config)} groups"
     yield "replay buffer", f"{limit}, then producers wait"
+    if config.eval.every:
+        yield "evaluation", _evaluation(config.eval)
     yield "whole run", f"{config.run.num_train_steps * per_step:,} groups trained"
     yield from _model(config)
     yield "digest", f"{agreement_digest(config)} (equal on all roles of a run)"
+
+
+def _evaluation(section: EvalSection) -> str:
+    return (
+        f"{section.num_prompts} held-out prompts * {section.num_completions} completions every "
+        f"{section.every} steps; {section.held_out_fraction:.0%} of the task is held out"
+    )
 
 
 def _model(config: Config) -> Iterator[tuple[str, str]]:

@@ -140,6 +140,12 @@ def test_check_says_when_the_clip_is_not_inert(config_path: Path) -> None:
     assert "clip inert" not in text
 
 
+def test_check_describes_the_evaluation_when_there_is_one(config_path: Path) -> None:
+    assert "evaluation" not in describe(load_config(config_path)).replace("eval:", "")
+    text = describe(load_config(config_path, ["eval.every=5", "eval.num_prompts=7"]))
+    assert "# evaluation            7 held-out prompts * 1 completions every 5 steps; 5%" in text
+
+
 def test_check_reads_the_model_without_torch(config_path: Path, tmp_path: Path) -> None:
     model = tmp_path / "out" / "model"
     model.mkdir(parents=True)
