@@ -31,6 +31,7 @@ _MAY_DIFFER: dict[str, tuple[str, ...]] = {
         "tokens_per_microbatch", "logprob_chunk_tokens", "threads", "device", "checkpoint_every",
         "keep_checkpoints",
     ),
+    "eval": ("num_prompts", "num_completions", "temperature", "max_new_tokens", "timeout_s"),
 }  # fmt: skip
 
 
@@ -41,7 +42,8 @@ def fixed_values(config: Config) -> Values:
         for name, value in asdict(getattr(config, section)).items():
             if name not in free:
                 values[f"{section}.{name}"] = value
-    plain: Values = json.loads(json.dumps(values))
+    # As text, since JSON has no infinity.
+    plain: Values = json.loads(json.dumps(values), parse_constant=str)
     return plain
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
+from async_grpo.metrics.json_lines import cut_torn_line
 from async_grpo.types import DropReason, InsertOutcome, RolloutGroup, Ticket
 
 
@@ -19,6 +20,7 @@ class WitnessLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
         self._file = path.open("ab", buffering=0)
         self._encode = msgspec.json.Encoder().encode
 

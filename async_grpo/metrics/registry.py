@@ -22,11 +22,12 @@ _DECLARED = (
     ("step", "steps", "train steps applied before this one; the version that it started from"),
     ("policy_version", "steps", "train steps applied after this one"),
     ("incarnation", "", "starts of the trainer on this run"),
-    ("time/wall_s", "s", "since the trainer started"),
+    ("time/wall_s", "s", "since this trainer process started"),
     ("time/step_s", "s", "since the step before ended"),
     ("time/starting_s", "s", "trainer: loading and joining, so far"),
     ("time/working_s", "s", "trainer: forward, backward, optimizer, so far"),
     ("time/waiting_s", "s", "trainer: no groups to train on, so far"),
+    ("time/checkpointing_s", "s", "trainer: writing checkpoints, so far"),
     ("time/syncing_s", "s", "trainer: kept from working by weight sync, so far"),
     ("reward/mean", "", "over all completions that finished since the draw before, trained or not; "
      "over the drawn ones if none did"),

@@ -6,20 +6,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from async_grpo.metrics.json_lines import keep_lines
 from async_grpo.metrics.registry import checked
 
 
 class MetricsWriter:
-    """Writes one line per train step, flushed, and the same to TensorBoard."""
+    """Writes one line per train step, flushed, and the same to TensorBoard.
 
-    def __init__(self, jsonl: Path, tensorboard: Path | None) -> None:
+    Of steps that were undone, because the trainer fell back to a checkpoint, the lines are removed
+    (`steps.jsonl` and the ledger still tell of them), and TensorBoard hides the points.
+    """
+
+    def __init__(self, jsonl: Path, tensorboard: Path | None, *, first_step: int = 0) -> None:
+        """Open both; `first_step`: the first step that will be written."""
         jsonl.parent.mkdir(parents=True, exist_ok=True)
+        keep_lines(jsonl, lambda line: line.get("policy_version", 0) <= first_step)
         self._file = jsonl.open("a", encoding="utf-8")
         self._board: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter  # imports seconds of other packages
 
-            self._board = SummaryWriter(str(tensorboard))
+            self._board = SummaryWriter(str(tensorboard), purge_step=first_step or None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One train step.

@@ -27,6 +27,7 @@ from async_grpo.metrics.states import StateClock
 from async_grpo.metrics.writers import MetricsWriter
 from async_grpo.replay.client import MonitorClient, TrainerClient
 from async_grpo.replay_parts import Role
+from async_grpo.training.checkpointing import INITIAL, Checkpointer
 from async_grpo.training.evaluations import EvaluationFeed
 from async_grpo.training.feed import Batch, FeedSettings, GroupFeed, LoopThread
 from async_grpo.training.model import PolicyModel, load_policy, resolve_device, save_policy
@@ -175,16 +176,18 @@ def _train(
     """The whole run after loading."""
     directory = RunDirectory(Path(config.run.output_dir))
     replay: TrainerReplay = client
-    started = loop.call(replay.start(0))
-    progress = Progress(incarnation=started.incarnation)
-    logger.info("incarnation %d starts from version 0", started.incarnation)
+    checkpoints = Checkpointer(config, directory, replay, loop.call, trainer.weights, trainer.step)
+    found, started = checkpoints.start()
+    first = found.policy_version
+    progress = Progress(incarnation=started.incarnation, step=first)
+    logger.info("incarnation %d starts from version %d", started.incarnation, first)
     publisher = WeightPublisher(replay, loop.call, config.weights)
     feed = GroupFeed(
         replay,
         loop,
         FeedSettings(
             first_draw_number=started.next_draw_number,
-            first_version=0,
+            first_version=first,
             num_train_steps=config.run.num_train_steps,
             heartbeat_s=config.replay.heartbeat_s,
         ),
@@ -201,15 +204,21 @@ def _train(
         stack.callback(evaluations.close)
         sigterm.request_stop = _all(feed.request_stop, evaluations.request_stop)
         board = directory.tensorboard if config.metrics.tensorboard else None
-        writer = stack.enter_context(MetricsWriter(directory.metrics, board))
+        writer = stack.enter_context(MetricsWriter(directory.metrics, board, first_step=first))
         witness = stack.enter_context(StepWitness(directory.steps))
         feed.start()
+        if found is not INITIAL:
+            checkpoints.load(found)  # heartbeats go on meanwhile
         if config.eval.every:
             evaluations.start()
         with clock.during("syncing"):
-            publisher.publish(WeightsName(started.incarnation, 0), trainer.weights)
-        steps = _Steps(config, trainer, replay, loop, clock, publisher, feed, progress, evaluations)
+            publisher.publish(WeightsName(started.incarnation, first), trainer.weights)
+        steps = _Steps(
+            config, trainer, replay, loop, clock, publisher, feed, progress, evaluations,
+            checkpoints,
+        )  # fmt: skip
         steps.run(writer, witness)
+        steps.checkpoint()
         if progress.step == config.run.num_train_steps:
             publisher.wait()
             if config.eval.every:
@@ -239,11 +248,15 @@ class _Steps:
         feed: GroupFeed,
         progress: Progress,
         evaluations: EvaluationFeed,
+        checkpoints: Checkpointer,
     ) -> None:
         self._config, self._trainer, self._replay, self._loop = config, trainer, replay, loop
         self._clock, self._publisher, self._feed = clock, publisher, feed
         self._progress, self._evaluations = progress, evaluations
+        self._checkpoints = checkpoints
         self._step_ended_s = _wall(clock)
+        self._draw_number = 0
+        self._lr = 0.0
 
     def run(self, writer: MetricsWriter, witness: StepWitness) -> None:
         """Train steps until the last, or until a stop is requested between two."""
@@ -264,6 +277,17 @@ class _Steps:
                 self._ack_and_publish(batch)
             with self._clock.during("working"):
                 self._report(writer, batch, outcome, in_queue_s)
+            self._draw_number, self._lr = batch.draw_number, outcome.lr
+            if self._checkpoints.is_due(self._progress.step):
+                self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Write one, unless the newest is of this version."""
+        version = self._progress.step
+        if not self._checkpoints.has(version):
+            name = WeightsName(self._progress.incarnation, version)
+            with self._clock.during("checkpointing"):
+                self._checkpoints.save(name, draw_number=self._draw_number, lr=self._lr)
 
     def _require_fresh(self, batch: Batch) -> None:
         bound = self._config.staleness.max_staleness
@@ -305,7 +329,7 @@ class _Steps:
         }
         values |= {
             f"time/{state}_s": seconds.get(state, 0.0)
-            for state in ("starting", "working", "waiting", "syncing")
+            for state in ("starting", "working", "waiting", "syncing", "checkpointing")
         }
         result = self._publisher.last_result
         if result is not None and result.num_cells and not result.failures:

@@ -1,12 +1,17 @@
 """AdamW with clipping, a learning-rate schedule, and float32 master weights for bfloat16."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from async_grpo.config.trainer import LRSchedule, TrainerSection
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter."""
+_MASTER = "master"
+"""The float32 weights of a parameter of less than float32."""
 
 
 def learning_rate(settings: TrainerSection, update: int, num_updates: int) -> float:
@@ -31,11 +36,13 @@ class PolicyOptimizer:
     bfloat16. Their gradients are then added up in float32 too, micro-batch by micro-batch.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], settings: TrainerSection) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], settings: TrainerSection) -> None:
         self._settings = settings
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._masters: list[Tensor] = []
-        for parameter in parameters:
+        self._names: list[str] = []
+        for name, parameter in parameters:
+            self._names.append(name)
             if parameter.dtype in (torch.float32, torch.float64):
                 self._masters.append(parameter)
                 continue
@@ -77,6 +84,47 @@ class PolicyOptimizer:
         with torch.no_grad():
             for parameter, master in self._pairs:
                 parameter.copy_(master)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What later updates depend on, `parameter:part`; nothing of one not yet updated."""
+        found: dict[str, Tensor] = {}
+        for name, master, parts in self._layout():
+            state = self._adamw.state.get(master, {})
+            if state:
+                found |= {
+                    f"{name}:{part}": master.detach() if part == _MASTER else state[part]
+                    for part in parts
+                }
+        return found
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` returned in another process.
+
+        Raises:
+            ValueError: they are those of other parameters.
+        """
+        left = dict(tensors)
+        for name, master, parts in self._layout():
+            found = {part: left.pop(f"{name}:{part}", None) for part in parts}
+            if all(tensor is None for tensor in found.values()):
+                continue
+            for part, tensor in found.items():
+                shape = torch.Size() if part == "step" else master.shape
+                if tensor is None or tensor.shape != shape:
+                    raise ValueError(f"{name}:{part} is missing or has another shape")
+                if part == _MASTER:
+                    master.copy_(tensor)
+                else:
+                    self._adamw.state[master][part] = tensor.to(master.device, copy=True)
+        if left:
+            raise ValueError(f"unknown: {', '.join(sorted(left)[:4])}")
+
+    def _layout(self) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
+        """(parameter, what AdamW updates, parts that are kept of it)."""
+        separate = {id(master) for _, master in self._pairs}
+        for name, master in zip(self._names, self._masters, strict=True):
+            yield name, master, (*_MOMENTS, _MASTER) if id(master) in separate else _MOMENTS
 
 
 class _AccumulateInto:

@@ -49,7 +49,10 @@ class Progress:
         )
 
     def log_summary(self, clock: StateClock, max_staleness: int) -> None:
-        """What the run came to, in a few lines."""
+        """What this process' part of the run came to, in a few lines."""
+        if not self.last_rewards:
+            logger.info("no train step was left to do")
+            return
         first, last = self.first_rewards, self.last_rewards
         logger.info(
             "reward: %.3f over the first %d steps, %.3f over the last %d",

@@ -81,7 +81,7 @@ class TrainStep:
         self._objective, self._advantage = make_objective(algorithm), make_advantage(algorithm)
         self._aggregation = Aggregation(algorithm.aggregation.value)
         self._num_updates = num_train_steps * trainer.updates_per_step
-        parameters = (p for p in policy.module.parameters() if p.requires_grad)
+        parameters = ((n, p) for n, p in policy.module.named_parameters() if p.requires_grad)
         self.optimizer = PolicyOptimizer(parameters, trainer)
 
     def apply(self, groups: Sequence[RolloutGroup], train_version: int) -> StepOutcome:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from async_grpo.metrics.json_lines import cut_torn_line
 from async_grpo.training.feed import Batch
 
 
@@ -15,6 +16,7 @@ class StepWitness:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> "StepWitness":

@@ -48,15 +48,6 @@ def test_a_killed_role_comes_back_and_no_group_is_lost(real_run: RealRun, role: 
     assert_sound(real_run, 16)
 
 
-def test_a_killed_trainer_ends_the_run_and_is_named(real_run: RealRun) -> None:
-    real_run.start(num_steps=1000)
-    real_run.until_step(3)
-    real_run.kill("trainer")
-    assert real_run.finish(30) == 3, real_run.output()
-    assert "trainer was killed by SIGKILL" in real_run.output()
-    assert real_run.left_over() == []
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["ctrl-c", "sigterm"]
 )

@@ -1,5 +1,6 @@
 """What may change between a run and its continuation, and what the refusal says."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,11 @@ def test_a_field_that_only_one_side_knows_is_a_difference(base: Path) -> None:
     fewer = {name: value for name, value in values.items() if name != "trainer.lr"}
     assert differences(fewer, values) == ["trainer.lr: the run has 'nothing', now it is 1e-06"]
     assert values_digest(fewer) != values_digest(values)
+
+
+def test_infinite_values_survive_json(base: Path) -> None:
+    config = load_config(base)
+    config.algorithm.clip_high = float("inf")
+    values = fixed_values(config)
+    assert values["algorithm.clip_high"] == "Infinity"
+    assert json.loads(json.dumps(values, allow_nan=False)) == values

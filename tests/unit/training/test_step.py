@@ -173,7 +173,7 @@ def test_learning_rate_schedule():
 
 def test_bfloat16_weights_move_by_updates_smaller_than_their_spacing():
     parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = PolicyOptimizer([parameter], settings(lr=1e-4))
+    optimizer = PolicyOptimizer([("p", parameter)], settings(lr=1e-4))
     for _ in range(100):
         parameter.sum().backward()
         parameter.sum().backward()
@@ -186,7 +186,7 @@ def test_bfloat16_weights_move_by_updates_smaller_than_their_spacing():
 
 def test_clipping_scales_the_gradient_and_reports_the_norm_before():
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    optimizer = PolicyOptimizer([parameter], settings(max_grad_norm=1.0))
+    optimizer = PolicyOptimizer([("p", parameter)], settings(max_grad_norm=1.0))
     (3.0 * parameter).sum().backward()
     assert optimizer.clip() == pytest.approx(6.0)
     assert float(parameter.grad.norm()) == pytest.approx(1.0, rel=1e-5)

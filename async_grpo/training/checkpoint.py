@@ -1,0 +1,181 @@
+"""What a checkpoint holds: everything that the next train step depends on, and nothing by pickle.
+
+`model.safetensors` under Hugging Face names, `optimizer.safetensors`, `rng.safetensors`, and
+`state.json`. Groups are not in it: the replay server's ledger is their snapshot, and `state.json`
+names the record in it that the checkpoint belongs to. Knows nothing of directories and hashes.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from async_grpo.config.resume import differences, values_digest
+from async_grpo.errors import ConfigError
+from async_grpo.training.step import TrainStep
+from async_grpo.training.weight_source import PolicyWeights
+from async_grpo.types import WeightsName
+
+MODEL, OPTIMIZER, RNG, STATE = (
+    "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json",
+)  # fmt: skip
+FORMAT_VERSION = 1
+_CPU, _CUDA, _NUMPY = "torch.cpu", "torch.cuda.", "numpy.mt19937"
+
+
+class LedgerPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """The `Trained` record of the ledger after which the checkpoint was taken."""
+
+    incarnation: int
+    step: int
+    """the version that the step started from"""
+    draw_number: int
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the learning rate is."""
+
+    num_updates_done: int
+    lr: float
+    """of the newest update"""
+
+
+class NumpyState(msgspec.Struct, frozen=True, kw_only=True):
+    """Of numpy's global generator, beside its keys."""
+
+    position: int
+    has_gauss: int
+    cached_gaussian: float
+
+
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
+    """`state.json`, but for numpy's generator."""
+
+    incarnation: int
+    policy_version: int
+    schedule: Schedule
+    ledger: LedgerPosition
+    config: dict[str, Any]
+    """`config.resume.fixed_values` of the run"""
+
+    @property
+    def name(self) -> WeightsName:
+        """Of the checkpoint."""
+        return WeightsName(self.incarnation, self.policy_version)
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    format_version: int
+    state: CheckpointState
+    config_digest: str
+    numpy: NumpyState
+
+
+def save_checkpoint(
+    path: Path, state: CheckpointState, weights: PolicyWeights, step: TrainStep
+) -> None:
+    """Write the files of one checkpoint into the directory `path`."""
+    save_file(_plain(weights.named_tensors()), path / MODEL, metadata={"format": "pt"})
+    save_file(_plain(step.optimizer.tensors().items()), path / OPTIMIZER)
+    random, numpy_state = _random_state()
+    save_file(random, path / RNG)
+    file = _File(
+        format_version=FORMAT_VERSION,
+        state=state,
+        config_digest=values_digest(state.config),
+        numpy=numpy_state,
+    )
+    (path / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1))
+
+
+def read_state(path: Path) -> CheckpointState:
+    """What the checkpoint in `path` says of itself, its tensors aside.
+
+    Raises:
+        ConfigError: another version of this program wrote it.
+    """
+    return _read(path).state
+
+
+def require_same_config(path: Path, state: CheckpointState, fixed: Mapping[str, Any]) -> None:
+    """Refuse to continue under another configuration.
+
+    Raises:
+        ConfigError: one line for each field of `fixed` that differs.
+    """
+    if problems := differences(state.config, fixed):
+        raise ConfigError([f"checkpoint {path}: {problem}" for problem in problems])
+
+
+def load_checkpoint(path: Path, weights: PolicyWeights, step: TrainStep) -> None:
+    """Let model, optimizer and random generators be as they were; `path` is verified before.
+
+    Raises:
+        ConfigError: the tensors do not fit the model.
+    """
+    file = _read(path)
+    try:
+        _copy(load_file(path / MODEL), dict(weights.named_tensors()))
+        step.optimizer.load(load_file(path / OPTIMIZER))
+        _set_random_state(load_file(path / RNG), file.numpy)
+    except (ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"checkpoint {path} does not fit this model: {error}") from error
+
+
+def _read(path: Path) -> _File:
+    try:
+        return msgspec.json.decode((path / STATE).read_bytes(), type=_File)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"{path / STATE} is not of checkpoint format {FORMAT_VERSION}: {error}"
+        ) from error
+
+
+def _plain(tensors: Any) -> dict[str, Tensor]:
+    """As the file format wants them."""
+    items: Iterator[tuple[str, Tensor]] = iter(tensors)
+    return {name: tensor.detach().contiguous() for name, tensor in items}
+
+
+@torch.no_grad()
+def _copy(found: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    if set(found) != set(into):
+        difference = sorted(set(found) ^ set(into))
+        raise ValueError(f"other tensors: {', '.join(difference[:4])}")
+    for name, tensor in into.items():
+        if (tensor.shape, tensor.dtype) != (found[name].shape, found[name].dtype):
+            raise ValueError(f"{name} has another shape or dtype")
+        tensor.copy_(found[name])
+
+
+def _random_state() -> tuple[dict[str, Tensor], NumpyState]:
+    """States of the global generators of torch and numpy."""
+    tensors = {_CPU: torch.get_rng_state()}
+    if torch.cuda.is_available():
+        for number, state in enumerate(torch.cuda.get_rng_state_all()):
+            tensors[f"{_CUDA}{number}"] = state
+    kept: Any = np.random.get_state(legacy=False)  # noqa: NPY002 -- libraries draw from it
+    tensors[_NUMPY] = torch.from_numpy(kept["state"]["key"].astype(np.int64))
+    return tensors, NumpyState(
+        position=int(kept["state"]["pos"]),
+        has_gauss=int(kept["has_gauss"]),
+        cached_gaussian=float(kept["gauss"]),
+    )
+
+
+def _set_random_state(tensors: Mapping[str, Tensor], numpy_state: NumpyState) -> None:
+    torch.set_rng_state(tensors[_CPU])
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            if (name := f"{_CUDA}{number}") in tensors:
+                torch.cuda.set_rng_state(tensors[name], number)
+    key = tensors[_NUMPY].numpy().astype(np.uint32)
+    position, gauss = numpy_state.position, numpy_state.cached_gaussian
+    legacy = ("MT19937", key, position, numpy_state.has_gauss, gauss)
+    np.random.set_state(legacy)  # noqa: NPY002 -- libraries draw from it
