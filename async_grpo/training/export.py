@@ -5,18 +5,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from async_grpo.config.load import load_config
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError
-from async_grpo.training.model import load_policy, save_policy
+from async_grpo.training.checkpoint import MODEL
+from async_grpo.training.checkpoint_files import CheckpointError, CheckpointFiles
+from async_grpo.training.model import PolicyModel, load_policy, save_policy
+from async_grpo.training.weight_source import PolicyWeights
 
 logger = logging.getLogger(__name__)
 
 
 def export(run_dir: Path, out: Path) -> str:
     """Write model, tokenizer, chat template and generation config to `out`.
+
+    Taken from the newest checkpoint; if that is damaged, or there is none, from `final_model`; else
+    from the newest checkpoint that is whole.
 
     Returns:
         Where the weights came from, for people.
@@ -30,21 +38,56 @@ def export(run_dir: Path, out: Path) -> str:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists; name a new directory")
     config = load_config(directory.config)
-    if not directory.final_model.is_dir():
+    checkpoint = _choose_checkpoint(directory, config)
+    has_final = directory.final_model.is_dir()
+    if checkpoint is None and not has_final:
         raise ConfigError(
-            f"{run_dir} has no {directory.final_model.name} yet: it is written after the last step"
+            f"{run_dir} has no checkpoint and no {directory.final_model.name} yet: they are "
+            "written after trainer.checkpoint_every steps and after the last one"
         )
-    _save(config, directory.final_model, out)
-    return f"{directory.final_model}, policy_version {config.run.num_train_steps}"
-
-
-def _save(config: Config, source: Path, out: Path) -> None:
-    """Load `source`, so that a broken one is not passed on, and save it as `out`."""
-    section = replace(config.policy, model=str(source))
-    chunk_tokens = config.trainer.logprob_chunk_tokens
-    policy = load_policy(section, torch.device("cpu"), chunk_tokens=chunk_tokens, trainable=False)
-    policy.module.config.use_cache = True  # switched off for training only
+    base = str(directory.final_model) if has_final else config.policy.model
+    policy = _load(config, base)
+    if checkpoint is not None:
+        _take_weights(policy, checkpoint)
+    policy.module.config.use_cache = True  # type: ignore[union-attr]  # off for training only
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_dir():
         out.rmdir()
-    save_policy(policy, str(source), out)
+    save_policy(policy, base, out)
+    return str(checkpoint or directory.final_model)
+
+
+def _choose_checkpoint(directory: RunDirectory, config: Config) -> Path | None:
+    """The newest whole one; None: `final_model` is newer, or there is none."""
+    files = CheckpointFiles(directory, keep=config.trainer.keep_checkpoints)
+    for name in reversed(files.names()):
+        try:
+            return files.verify(name)
+        except CheckpointError as error:
+            logger.warning("checkpoint %s is passed over: %s", name, error)
+        if directory.final_model.is_dir():  # written after every checkpoint that is left
+            return None
+    return None
+
+
+def _load(config: Config, model: str) -> PolicyModel:
+    """The model in `model`, loaded, so that a broken one is not passed on."""
+    section = replace(config.policy, model=model)
+    chunk_tokens = config.trainer.logprob_chunk_tokens
+    return load_policy(section, torch.device("cpu"), chunk_tokens=chunk_tokens, trainable=False)
+
+
+def _take_weights(policy: PolicyModel, checkpoint: Path) -> None:
+    """Let `policy` have the weights of a checkpoint.
+
+    Raises:
+        ConfigError: they are of another model.
+    """
+    wanted = {name for name, _ in PolicyWeights(policy, seed=0, tolerance=0.0).named_tensors()}
+    try:
+        tensors = load_file(checkpoint / MODEL)
+        if set(tensors) != wanted:
+            raise ValueError(f"other tensors: {', '.join(sorted(set(tensors) ^ wanted)[:4])}")
+        policy.module.load_state_dict(tensors, strict=False)  # tied ones are there once
+    except (ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"checkpoint {checkpoint} does not fit policy.model: {error}") from error

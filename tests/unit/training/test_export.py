@@ -2,13 +2,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.errors import ConfigError
 from async_grpo.launch import cli
+from async_grpo.training.checkpoint import MODEL
+from async_grpo.training.checkpoint_files import CheckpointFiles
 from async_grpo.training.export import export
 from async_grpo.training.toy import make_toy_tokenizer
+from async_grpo.types import WeightsName
 from tests.fakes.tiny_policy import tiny_module
 
 CONFIG = """
@@ -68,10 +72,76 @@ def test_an_existing_directory_is_not_touched(run_dir: RunDirectory, tmp_path: P
 def test_a_run_without_a_trained_model_says_so(run_dir: RunDirectory, tmp_path: Path) -> None:
     run_dir.final_model.rename(tmp_path / "elsewhere")
 
-    with pytest.raises(ConfigError, match="no final_model yet"):
+    with pytest.raises(ConfigError, match="no checkpoint and no final_model yet"):
         export(run_dir.root, tmp_path / "out")
     with pytest.raises(ConfigError, match="is no run directory"):
         export(tmp_path, tmp_path / "out")
+
+
+def checkpoint(run_dir: RunDirectory, version: int) -> Path:
+    """A checkpoint whose every weight is `version`; the tied head is in it once, as written."""
+    state = tiny_module(dtype=torch.float32, vocab_size=len(make_toy_tokenizer())).state_dict()
+    del state["lm_head.weight"]
+
+    def fill(path: Path) -> None:
+        tensors = {name: torch.full_like(value, version) for name, value in state.items()}
+        save_file(tensors, path / MODEL)
+
+    files = CheckpointFiles(run_dir, keep=5)
+    files.write(WeightsName(1, version), fill)
+    return files.path(WeightsName(1, version))
+
+
+def exported_value(run_dir: RunDirectory, out: Path) -> float:
+    export(run_dir.root, out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    return model.model.norm.weight[0].item()
+
+
+def test_the_newest_checkpoint_is_taken(run_dir: RunDirectory, tmp_path: Path) -> None:
+    checkpoint(run_dir, 2)
+    checkpoint(run_dir, 3)
+
+    assert exported_value(run_dir, tmp_path / "out") == 3.0
+
+
+def test_the_final_model_stands_in_for_a_damaged_newest_one(
+    run_dir: RunDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(run_dir, 2)
+    (checkpoint(run_dir, 3) / MODEL).write_bytes(b"torn")
+    final = AutoModelForCausalLM.from_pretrained(run_dir.final_model)
+
+    found = exported_value(run_dir, tmp_path / "out")
+
+    assert found == final.model.norm.weight[0].item()
+    assert "checkpoint 1.3 is passed over" in caplog.text
+
+
+def test_an_unfinished_run_is_exported_with_the_initial_models_tokenizer(
+    run_dir: RunDirectory, tmp_path: Path
+) -> None:
+    initial = tmp_path / "initial"
+    run_dir.final_model.rename(initial)
+    run_dir.config.write_text(
+        run_dir.config.read_text().replace("gone/after/the/run", str(initial))
+    )
+    checkpoint(run_dir, 1)
+    (checkpoint(run_dir, 2) / MODEL).unlink()
+
+    assert exported_value(run_dir, tmp_path / "out") == 1.0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
+
+
+def test_weights_of_another_model_are_refused(run_dir: RunDirectory, tmp_path: Path) -> None:
+    CheckpointFiles(run_dir, keep=5).write(
+        WeightsName(1, 1), lambda path: save_file({"other": torch.zeros(1)}, path / MODEL)
+    )
+
+    with pytest.raises(ConfigError, match=r"does not fit policy\.model: other tensors"):
+        export(run_dir.root, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_broken_model_is_not_passed_on(run_dir: RunDirectory, tmp_path: Path) -> None:
