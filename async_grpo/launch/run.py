@@ -2,8 +2,10 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from async_grpo.config.load import load_config
 from async_grpo.config.resume import resume_problems
@@ -13,10 +15,12 @@ from async_grpo.errors import ConfigError, ExitCode
 from async_grpo.launch.alone import make_directory, require_model, write_config
 from async_grpo.launch.prepare import needs_preparation
 from async_grpo.launch.processes import RoleCommand, adopt_orphans, end_orphans
-from async_grpo.launch.status import StatusLine
+from async_grpo.launch.screen import Picture, Screen
+from async_grpo.launch.status import Show, StatusLine
 from async_grpo.launch.summary import summarize
 from async_grpo.launch.supervisor import REPLAY, TRAINER, Outcome, RunCommands, Supervisor
 from async_grpo.replay.client import MonitorClient
+from async_grpo.replay_api import StatsReply
 
 ORPHAN_GRACE_S = 1.0
 """Budget of engines to notice that their generator is gone."""
@@ -52,12 +56,33 @@ def run(config: Config, *, resume: bool = False) -> ExitCode:
 
 
 async def _supervise(config: Config, directory: RunDirectory) -> tuple[Outcome, StatusLine]:
-    status = StatusLine(config, directory, lambda settings: MonitorClient(settings), _say)
     commands = run_commands(config, directory)
-    supervisor = Supervisor(config.launch, commands, _say, beside=status.loop)
-    _say(f"run directory {directory.root}; logs in {directory.logs}")
-    outcome = await supervisor.run()
+    with ExitStack() as stack:
+        show: Show | None = None
+        if sys.stdout.isatty():
+            show = _shown_on(stack.enter_context(Screen()), config, lambda: supervisor.restarts)
+        status = StatusLine(config, directory, lambda each: MonitorClient(each), _say, show=show)
+        supervisor = Supervisor(config.launch, commands, _say, beside=status.loop)
+        _say(f"run directory {directory.root}; logs in {directory.logs}")
+        outcome = await supervisor.run()
     return outcome, status
+
+
+def _shown_on(screen: Screen, config: Config, restarts: Callable[[], dict[str, int]]) -> Show:
+    """What draws the status on `screen`."""
+
+    def show(stats: StatsReply, steps: list[dict[str, Any]], elapsed_s: float) -> None:
+        picture = Picture(
+            stats=stats,
+            steps=steps,
+            num_train_steps=config.run.num_train_steps,
+            max_staleness=config.staleness.max_staleness,
+            elapsed_s=elapsed_s,
+            restarts=restarts(),
+        )
+        screen.show(picture)
+
+    return show
 
 
 def run_commands(config: Config, directory: RunDirectory) -> RunCommands:

@@ -37,8 +37,12 @@ class Monitor(Protocol):
         ...
 
 
+Show = Callable[[StatsReply, list[dict[str, Any]], float], None]
+"""Gets the server's figures, the newest step lines and the seconds since the start."""
+
+
 class StatusLine:
-    """Prints one line every `launch.status_s`.
+    """Prints one line every `launch.status_s`, or shows what it knows by `show` instead.
 
     Attributes:
         last_seen: role -> what it last said of itself; a role that has left is still here.
@@ -51,6 +55,7 @@ class StatusLine:
         open_monitor: Callable[[Config], Monitor],
         say: Callable[[str], None],
         clock: Clock = time.monotonic,
+        show: Show | None = None,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -58,6 +63,7 @@ class StatusLine:
         self._say = say
         self._clock = clock
         self._started = clock()
+        self._show = show
         self.last_seen: dict[str, RoleStatus] = {}
 
     async def loop(self, address: str) -> None:
@@ -79,6 +85,9 @@ class StatusLine:
                     continue
                 self.last_seen |= {peer.name: peer.status for peer in stats.peers if peer.status}
                 steps = read_metrics(self._directory.metrics, tail_bytes=_TAIL_BYTES)
+                if self._show is not None:
+                    self._show(stats, steps, self._clock() - self._started)
+                    continue
                 last_step = steps[-1] if steps else {}
                 total = self._config.run.num_train_steps
                 self._say(f"{self._elapsed()} {format_status(stats, last_step, total)}")

@@ -84,6 +84,11 @@ class Supervisor:
         """Role -> its newest process."""
         return dict(self._processes)
 
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Role -> times it was started again; of all roles that were started."""
+        return {name: self._restarts.get(name, 0) for name in self._processes}
+
     async def run(self) -> Outcome:
         """Run until there is a reason to end; every process is gone when this returns."""
         loop = asyncio.get_running_loop()
