@@ -58,9 +58,10 @@ class PeerError(AsyncGrpoError):
 class RpcTimeout(PeerError):  # noqa: N818 -- the established name of the outcome
     """A request was not answered before its deadline."""
 
-    def __init__(self, peer: str, operation: str, waited_s: float) -> None:
+    def __init__(self, peer: str, operation: str, waited_s: float, *, advice: str = "") -> None:
         self.peer, self.operation, self.waited_s = peer, operation, waited_s
-        super().__init__(f"{peer} did not answer {operation!r} within {waited_s:.1f} s")
+        advised = f"; {advice}" if advice else ""
+        super().__init__(f"{peer} did not answer {operation!r} within {waited_s:.1f} s{advised}")
 
 
 class PeerLost(PeerError):  # noqa: N818 -- the established name of the outcome

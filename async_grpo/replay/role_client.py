@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from async_grpo.config.load import agreement_digest
 from async_grpo.config.schema import Config
-from async_grpo.errors import PeerError
+from async_grpo.errors import PeerError, RpcTimeout
 from async_grpo.replay.link import Link
 from async_grpo.replay_api import WIRE_VERSION, Hello, HelloReply, Leave, Ok
 from async_grpo.replay_parts import Dataset, Role
@@ -42,8 +42,12 @@ class RoleClient:
         self._control.open()
         logger.info("connecting to the %s", self._control.peer)
         timeout_s = self._config.run.no_progress_timeout_s
-        with saying(f"the {self._control.peer}", timeout_s, "run.no_progress_timeout_s"):
-            return await self._control.welcome()
+        try:
+            with saying(f"the {self._control.peer}", timeout_s, "run.no_progress_timeout_s"):
+                return await self._control.welcome()
+        except RpcTimeout as error:
+            advice = "start it with `async-grpo replay CONFIG`, or correct replay.address"
+            raise RpcTimeout(error.peer, error.operation, timeout_s, advice=advice) from error
 
     async def leave(self, reason: str) -> None:
         """Say goodbye, so that others need not wait for this peer's heartbeat; best effort."""

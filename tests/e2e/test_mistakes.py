@@ -1,0 +1,184 @@
+"""Every mistake of the table, made from the shell: told, with exit code, without traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.mistakes import (
+    BESIDE_A_SERVER,
+    CONFIGURATION,
+    EVERYTHING,
+    MODEL_AND_TASK,
+    PAGE,
+    PEERS,
+    Mistake,
+    page,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+CONFIG = """
+run: {{output_dir: {root}/run, num_train_steps: 3, no_progress_timeout_s: 6}}
+policy: {{model: {model}}}
+task: {{name: reverse, options: {{length: 3, alphabet: abcd}}}}
+generation: {{group_size: 4, max_new_tokens: 5}}
+engine: {{context_length: 32, max_running_requests: 32}}
+replay:
+  address: tcp://127.0.0.1:9
+  groups_per_step: 8
+  max_bytes: 16777216
+  heartbeat_s: 0.5
+  peer_timeout_s: 3
+metrics: {{tensorboard: false}}
+"""
+
+
+@dataclass
+class Shell:
+    """A folder of wrong and right files."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    def arguments(self, command: str, address: str = "") -> list[str]:
+        filled = command.replace("@", str(self.config)).replace("%", str(self.root))
+        return [sys.executable, "-m", "async_grpo", *filled.replace("$", address).split()]
+
+    def make(self, mistake: Mistake, address: str = "") -> None:
+        done = subprocess.run(
+            self.arguments(mistake.command, address), capture_output=True, text=True, timeout=60,
+            cwd=self.root, env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        assert done.returncode == mistake.code, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        position = 0
+        for part in mistake.says:
+            position = done.stderr.find(part, position)
+            assert position >= 0, f"{part!r} is not in\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory, toy_model: Path) -> Shell:
+    root = tmp_path_factory.mktemp("mistakes")
+    text = CONFIG.format(root=root, model=toy_model)
+    (root / "config.yaml").write_text(text)
+    data = text.replace(
+        "name: reverse, options: {length: 3, alphabet: abcd}",
+        f"name: jsonl, options: {{path: {root}/nothing.jsonl}}",
+    )
+    (root / "data.yaml").write_text(data)
+    (root / "bad.yaml").write_text("run: {output_dir: [")
+    (root / "list.yaml").write_text("- run\n")
+    (root / "empty.yaml").write_text("")
+    (root / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
+    (root / "raises.py").write_text("raise ValueError('on purpose')\n")
+    (root / "hollow").mkdir()
+    (root / "no_tokenizer").mkdir()
+    (root / "no_tokenizer" / "config.json").write_text("{}")
+    (root / "no_tokenizer" / "model.safetensors").write_bytes(b"")
+    return Shell(root)
+
+
+@dataclass
+class Server:
+    """A replay server that runs alone."""
+
+    process: "subprocess.Popen[bytes]"
+    address: str
+
+
+@pytest.fixture(scope="module")
+def server(shell: Shell) -> Iterator[Server]:
+    args = shell.arguments("replay @ replay.address=tcp://127.0.0.1:0")
+    with (shell.root / "replay.output").open("wb") as output:
+        process = subprocess.Popen(args, stdout=output, stderr=output, cwd=shell.root)
+    path = shell.root / "run" / "replay" / "address"
+    deadline = time.monotonic() + 40
+    while not path.exists():
+        assert process.poll() is None, (shell.root / "replay.output").read_text()
+        assert time.monotonic() < deadline, "the replay server wrote no address"
+        time.sleep(0.05)
+    yield Server(process, path.read_text().strip())
+    process.terminate()
+    assert process.wait(20) == 0
+
+
+def words(mistake: Mistake) -> str:
+    return mistake.what
+
+
+@pytest.mark.parametrize("mistake", CONFIGURATION, ids=words)
+def test_a_wrong_configuration(shell: Shell, mistake: Mistake) -> None:
+    shell.make(mistake)
+
+
+@pytest.mark.parametrize("mistake", MODEL_AND_TASK, ids=words)
+def test_a_wrong_model_or_task(shell: Shell, mistake: Mistake) -> None:
+    shell.make(mistake)
+
+
+@pytest.mark.parametrize("mistake", PEERS, ids=words)
+def test_a_wrong_peer(shell: Shell, mistake: Mistake) -> None:
+    shell.make(mistake)
+
+
+@pytest.mark.parametrize("mistake", BESIDE_A_SERVER, ids=words)
+def test_a_wrong_peer_beside_a_server(shell: Shell, server: Server, mistake: Mistake) -> None:
+    shell.make(mistake, server.address)
+
+
+def test_two_generators_of_one_name_the_first_one_ends(shell: Shell, server: Server) -> None:
+    command = "generator @ --name twin replay.address=$ engine.urls=[http://127.0.0.1:9]"
+    args = shell.arguments(f"{command} run.no_progress_timeout_s=40", server.address)
+    first = subprocess.Popen(args, stderr=subprocess.PIPE, text=True, cwd=shell.root)
+    second = None
+    try:
+        log = shell.root / "run" / "logs" / "replay.log"
+        deadline = time.monotonic() + 40
+        while "generator twin said hello" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        second = subprocess.Popen(args, stderr=subprocess.DEVNULL, cwd=shell.root)
+        _, stderr = first.communicate(timeout=40)
+        assert first.returncode == 3, stderr
+        assert "another generator named 'twin' has joined since" in stderr
+        assert "Traceback" not in stderr
+    finally:
+        for process in (first, second):
+            if process is not None and process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(20)
+
+
+def test_a_full_disk(shell: Shell) -> None:
+    folder = shell.root / "small"
+    folder.mkdir()
+    mount = f"mount -t tmpfs -o size=8k tmpfs {folder}"
+    inside = ["unshare", "-rm", "sh", "-c"]
+    if subprocess.run([*inside, mount], capture_output=True, timeout=20).returncode:
+        pytest.skip("no mount namespaces for this user")
+    fill = f"head -c 8192 /dev/zero > {folder}/filler"
+    role = " ".join(shell.arguments(f"replay @ run.output_dir={folder}/run"))
+    script = f"{mount} && ({fill}; exec {role})"
+    done = subprocess.run(
+        [*inside, script], capture_output=True, text=True, timeout=60, cwd=shell.root
+    )
+    assert done.returncode == 1, done.stderr
+    assert "make room and start again" in done.stderr
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_page_is_current_and_the_table_is_long() -> None:
+    assert PAGE.read_text() == page(PAGE.read_text()), "run python -m tests.e2e.mistakes"
+    assert len({mistake.what for mistake in EVERYTHING}) == len(EVERYTHING) >= 40
