@@ -5,6 +5,7 @@ line ends; all else is shown as an escape.
 """
 
 import json
+import logging
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 Sample = dict[str, Any]
 
@@ -27,7 +30,7 @@ def read_samples(
         last: only those of the last so many policy versions.
 
     Raises:
-        ConfigError: there are no samples, or a line is not one.
+        ConfigError: there is no such file, or no sample of `step`.
     """
     path = RunDirectory(run_dir).samples
     samples = sorted(_read(path), key=lambda sample: sample["policy_version"])
@@ -56,12 +59,13 @@ def _read(path: Path) -> Iterator[Sample]:
         try:
             sample = json.loads(line)
         except ValueError as error:
-            if number == len(lines):  # torn: its writer was killed, or is still writing
-                return
-            raise ConfigError(f"{path}, line {number} is no JSON") from error
-        if not isinstance(sample, dict) or not isinstance(sample.get("policy_version"), int):
-            raise ConfigError(f"{path}, line {number} is no sample")
-        yield sample
+            if number < len(lines):  # the last one may be torn: its writer is still writing
+                logger.warning("%s, line %d is no JSON and is left out: %s", path, number, error)
+            continue
+        if isinstance(sample, dict) and isinstance(sample.get("policy_version"), int):
+            yield sample
+        else:
+            logger.warning("%s, line %d is no sample and is left out", path, number)
 
 
 def _which(versions: Sequence[int]) -> str:

@@ -26,11 +26,13 @@ def summarize(
     config: Config, directory: RunDirectory, outcome: Outcome, last_seen: Mapping[str, RoleStatus]
 ) -> Summary:
     """Read the run directory; `last_seen` is each role's last word of itself."""
-    steps = read_metrics(directory.metrics)
+    written = read_metrics(directory.metrics)
+    steps = [line for line in written if "reward/mean" in line]
     lines = ["", f"{outcome.cause}; summary of {directory.root}"]
     lines.append(f"  steps        {len(steps)} of {config.run.num_train_steps}")
     if steps:
         lines += _learning(steps)
+    lines += _evaluations(written)
     lines += _busy(last_seen)
     restarts = ", ".join(f"{name} {count}" for name, count in outcome.restarts.items())
     lines.append(f"  restarts     {restarts or 'none'}")
@@ -56,6 +58,16 @@ def _learning(steps: list[dict[str, Any]]) -> list[str]:
         f"  staleness    {_figure(staleness)} mean, {worst:g} at most",
         f"  train time   {seconds:.1f} s",
     ]
+
+
+def _evaluations(written: list[dict[str, Any]]) -> list[str]:
+    """The first and the last evaluation that had a result."""
+    found = [
+        f"{line['eval/reward_mean']:.3f} (version {line['eval/policy_version']:g})"
+        for line in written
+        if "eval/reward_mean" in line
+    ]
+    return [f"  evaluation   {' -> '.join(found[:1] + found[1:][-1:])}"] if found else []
 
 
 def _mean(steps: list[dict[str, Any]], name: str) -> float | None:

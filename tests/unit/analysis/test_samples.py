@@ -82,12 +82,21 @@ def test_printable_keeps_letters_of_any_language() -> None:
     assert printable("Grüße 你好 🙂") == "Grüße 你好 🙂"
 
 
-def test_torn_last_line_is_left_out_and_a_bad_one_is_named(tmp_path: Path) -> None:
+def test_torn_last_line_is_left_out_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert len(read_samples(run_dir(tmp_path, sample(0), tail='{"policy_ver'))) == 1
-    with pytest.raises(ConfigError, match="line 2 is no JSON"):
-        read_samples(run_dir(tmp_path, sample(0), tail="{torn\n"))
-    with pytest.raises(ConfigError, match="line 1 is no sample"):
-        read_samples(run_dir(tmp_path, tail="[1]\n"))
+    assert caplog.text == ""
+
+
+def test_bad_lines_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tail = "{torn\n[1]\n" + json.dumps(sample(1)) + "\n"
+
+    found = read_samples(run_dir(tmp_path, sample(0), tail=tail))
+
+    assert [item["policy_version"] for item in found] == [0, 1]
+    assert "line 2 is no JSON" in caplog.text
+    assert "line 3 is no sample" in caplog.text
 
 
 def test_missing_file_says_who_writes_it(tmp_path: Path) -> None:
