@@ -41,3 +41,13 @@ def test_tensorboard_gets_the_same(tmp_path):
     events.Reload()
     (scalar,) = events.Scalars("reward/mean")
     assert (scalar.step, scalar.value) == (3, 0.25)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_an_evaluation_at_the_version_evaluated(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl", tmp_path / "tensorboard") as writer:
+        writer.write(7, {"reward/mean": 0.25, "eval/reward_mean": 0.5, "eval/policy_version": 5.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/reward_mean")] == [5]
+    assert [event.step for event in events.Scalars("reward/mean")] == [7]

@@ -9,6 +9,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.tasks.prompts import PromptSource
 from async_grpo.tasks.reverse import ReverseTask
 from async_grpo.tasks.tokenizer import load_tokenizer
+from async_grpo.types import TicketKind
 
 LETTERS = [*"abcdefgh>", " ", ":", "\n"]
 SPECIAL = ["<bos>", "<eos>", "<unk>", "<turn>"]
@@ -147,3 +148,16 @@ def test_the_dataset_follows_the_task_and_the_template(tmp_path):
     assert len({dataset.fingerprint for dataset in datasets}) == 4
     assert datasets[0].num_prompts == 100_000
     assert PromptSource(ReverseTask(seed=0), tokenizer).dataset() == datasets[0]
+
+
+def test_held_out_prompts_are_those_of_their_own_task(tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    without = PromptSource(ReverseTask(seed=0), tokenizer)
+    prompts = PromptSource(ReverseTask(seed=0), tokenizer, held_out=ReverseTask(seed=1))
+
+    assert prompts.prompt(3) == without.prompt(3)
+    held_out = prompts.prompt(3, TicketKind.EVAL)
+    assert (held_out.text, held_out.answer) == ReverseTask(seed=1).question(3)[:2]
+    assert prompts.dataset() != without.dataset()
+    with pytest.raises(ConfigError, match="holds no prompts out"):
+        without.prompt(3, TicketKind.EVAL)
