@@ -31,6 +31,10 @@ _MAY_DIFFER: dict[str, tuple[str, ...]] = {
         "tokens_per_microbatch", "logprob_chunk_tokens", "threads", "device", "checkpoint_every",
         "keep_checkpoints",
     ),
+    "weights": (
+        "bucket_bytes", "backend", "host", "engines_per_cell", "timeout_s", "max_failures",
+        "probe_tolerance",
+    ),
     "eval": ("num_prompts", "num_completions", "temperature", "max_new_tokens", "timeout_s"),
 }  # fmt: skip
 

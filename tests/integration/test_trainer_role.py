@@ -126,7 +126,22 @@ def test_sigterm_ends_after_the_step_and_leaves_cleanly(config, loop, box):
     metrics = RunDirectory(config_root(config)).metrics.read_text().splitlines()
     assert len(metrics) == len(lines)
     assert all(line["max_staleness"] <= there.staleness.max_staleness for line in lines)
-    assert not RunDirectory(config_root(config)).final_model.exists()
+    directory = RunDirectory(config_root(config))
+    assert not directory.final_model.exists()
+    assert directory.checkpoints_by_age() == [(1, len(lines))]
+
+    # Another trainer goes on from there by itself.
+    with steps.open("a") as file:
+        file.write('{"torn')
+    trainer.main(there)
+    again = [json.loads(line) for line in steps.read_text().splitlines()]
+    assert again[: len(lines)] == lines
+    assert [line["step"] for line in again] == list(range(there.run.num_train_steps))
+    assert {line["incarnation"] for line in again[len(lines) :]} == {2}
+    metrics = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(there.run.num_train_steps))
+    assert directory.final_model.exists()
+    assert directory.checkpoints_by_age() == [(1, len(lines)), (2, there.run.num_train_steps)]
 
 
 def config_root(config):

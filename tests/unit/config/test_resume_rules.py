@@ -44,6 +44,8 @@ def test_what_changes_no_result_may_change(base: Path, change: str) -> None:
         ("staleness.max_staleness=6", "staleness.max_staleness: the run has 4, now it is 6"),
         ("policy.dtype=bfloat16", "policy.dtype: the run has 'float32', now it is 'bfloat16'"),
         ("algorithm.clip_high=0.3", "algorithm.clip_high: the run has 0.28, now it is 0.3"),
+        ("weights.publish_every=2", "weights.publish_every: the run has 1, now it is 2"),
+        ("eval.every=5", "eval.every: the run has 0, now it is 5"),
         ("run.num_train_steps=9", "run.num_train_steps may grow: the run has 10, now it is 9"),
     ],
 )  # fmt: skip
