@@ -34,6 +34,11 @@ def summarize(
         lines += _learning(steps)
     lines += _evaluations(written)
     lines += _busy(last_seen)
+    lines += [
+        f"  last error   {name}: {' '.join(status.last_error.split())}"
+        for name, status in last_seen.items()
+        if status.last_error
+    ]
     restarts = ", ".join(f"{name} {count}" for name, count in outcome.restarts.items())
     lines.append(f"  restarts     {restarts or 'none'}")
     if not directory.ledger.exists():

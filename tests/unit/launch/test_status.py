@@ -132,6 +132,16 @@ def test_the_summary_of_a_run_that_never_began(config: Config) -> None:
     assert "replay wrote no address" in summary.text
     assert "0 of 30" in summary.text
     assert "nothing to audit" in summary.text
+    assert "last error" not in summary.text
+
+
+def test_the_summary_tells_what_last_went_wrong_in_each_role(config: Config) -> None:
+    outcome = Outcome(ExitCode.PEER, "trainer ended with exit code 3")
+    hurt = RoleStatus(state="generating", last_error="prompt 3: ValueError:\n  on purpose")
+    seen = {"g": hurt, "trainer": TRAINER}
+    summary = summarize(config, RunDirectory(Path(config.run.output_dir)), outcome, seen)
+    assert "  last error   g: prompt 3: ValueError: on purpose\n" in summary.text
+    assert summary.text.count("last error") == 1
 
 
 def test_the_summary_tells_what_was_learned_and_that_the_books_do_not_balance(
