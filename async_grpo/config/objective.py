@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from async_grpo.config.presets import PRESETS
 from async_grpo.config.ranges import not_negative, positive
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _interpolation_clashes(section: "AlgorithmSection", where: str) -> Iterator[
 
 
 def _without_effect(section: "AlgorithmSection", where: str) -> Iterator[str]:
-    """Fields away from their defaults that nothing reads."""
+    """Fields of the user's that nothing reads."""
     idle: dict[str, str] = {}
     for choice, table in (("advantage", ADVANTAGE_KNOBS), ("surrogate", SURROGATE_KNOBS)):
         value = getattr(section, choice)
@@ -169,8 +170,10 @@ def _without_effect(section: "AlgorithmSection", where: str) -> Iterator[str]:
     if not section.overlong_buffer_tokens and section.aggregation != "constant":
         idle["length_limit"] = "neither overlong_buffer_tokens nor aggregation=constant"
     defaults = {field.name: field.default for field in fields(section)}
+    of_preset = PRESETS[section.preset]
     for name, reason in sorted(idle.items()):
-        if getattr(section, name) != defaults[name]:
+        # a preset's own value may lie idle: the user replaced what read it
+        if getattr(section, name) not in (defaults[name], of_preset.get(name, defaults[name])):
             yield f"{where}.{name} has no effect with {reason}"
 
 
