@@ -25,7 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("out", type=Path, metavar="OUT.png")
-    parser.add_argument("--window", type=int, default=10, help="steps of the moving mean")
+    parser.add_argument("--window", type=int, default=5, help="steps of the moving mean")
     args = parser.parse_args()
     lines = read_lines(args.run_dir / "metrics.jsonl")
     if not any("reward/mean" in line for line in lines):
