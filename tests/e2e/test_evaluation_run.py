@@ -60,3 +60,24 @@ def test_evaluation_goes_on_after_its_generator_died(real_run: RealRun) -> None:
     assert report.evaluation["open"] == 0
     lines = real_run.steps()
     assert lines[-1]["eval/policy_version"] == 16
+
+
+def test_a_restarted_trainer_evaluates_where_it_goes_on(real_run: RealRun) -> None:
+    real_run.start(*EVALUATION, "trainer.checkpoint_every=3", num_steps=12)
+    real_run.until_step(5)
+    real_run.kill("trainer")
+    assert real_run.finish() == 0, real_run.output()
+    report = real_run.audit()
+    assert report.ok, report.problems
+    assert report.evaluation["open"] == 0
+    lines = [line for line in real_run.steps() if "eval/reward_mean" in line]
+    restored = [
+        record["restored_version"]
+        for record in map(json.loads, real_run.directory.ledger.read_text().splitlines())
+        if record["type"] == "TrainerStarted"
+    ]
+    assert len(restored) == 2
+    second = [line["eval/policy_version"] for line in lines if line["incarnation"] == 2]
+    assert second[0] == restored[1]
+    assert second[-1] == 12
+    assert second == sorted(set(second))
