@@ -11,6 +11,7 @@ from async_grpo.engine_api import (
     GenerateReply,
     GenerateRequest,
     InitGroupRequest,
+    Load,
     ModelInfo,
     PauseMode,
     ServerInfo,
@@ -142,6 +143,14 @@ class EngineClient(Protocol):
 
     async def server_info(self, *, timeout_s: float) -> ServerInfo:
         """Liveness and sizes."""
+        ...
+
+    async def load(self) -> Load:
+        """How busy it is; answers even while it is stuck in an update."""
+        ...
+
+    async def flush_cache(self) -> None:
+        """Drop cached prefixes; refused while requests hold KV."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -31,10 +31,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             or a rule is broken; lists every problem found.
     """
     problems: list[str] = []
-    merged = _schema()
     layers = _layers(Path(path), overrides, problems)
-    for source, layer in [*_preset_layers(layers), *layers]:
-        merged = _merge(merged, layer, source, problems)
+    merged = _merge_all(_schema(), [*_preset_layers(layers), *layers], problems)
     missing = sorted(OmegaConf.missing_keys(merged))
     problems += [f"{key} is required: set it in {path} or as {key}=..." for key in missing]
     if missing:
@@ -118,6 +116,23 @@ def _preset_layers(
     return [(source, {"algorithm": {key: value}}) for key, value in fields_of.items()]
 
 
+def _merge_all(
+    base: DictConfig, layers: list[tuple[str, dict[str, Any]]], problems: list[str]
+) -> DictConfig:
+    """`base` with every layer that fits.
+
+    All in one go, for each merge copies the whole tree; one by one only to find what does not fit.
+    """
+    try:
+        merged = OmegaConf.merge(base, *(layer for _, layer in layers))
+    except (OmegaConfBaseException, ValueError, TypeError):
+        merged = base
+        for source, layer in layers:
+            merged = _merge(merged, layer, source, problems)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def _merge(base: DictConfig, layer: dict[str, Any], source: str, problems: list[str]) -> DictConfig:
     """`base` with `layer`; a layer that does not fit leaves `base` as it is and one problem."""
     try:
@@ -159,7 +174,7 @@ _AGREED: dict[str, tuple[str, ...]] = {
     # section: fields that are this process's own business
     "policy": ("model", "maker", "maker_options"),
     "task": ("reward_workers",),
-    "generation": ("max_running_groups", "request_timeout_s"),
+    "generation": ("max_running_groups", "request_timeout_s", "on_weight_update"),
     "replay": ("address", "credit_bytes", "request_timeout_s"),
     "staleness": (),
     "algorithm": (),

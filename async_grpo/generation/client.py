@@ -1,21 +1,26 @@
 """Client of one inference server: SGLang's HTTP API, spoken by SGLang and the embedded engine.
 
-Turns every failure into a GenerationError that says whether another try may help. Knows nothing
-of groups, weights or routing.
+Turns every failure into a GenerationError that says whether another try may help. Sends no token
+id outside the vocabulary: one such id ends a real server. Knows nothing of groups, weights or
+routing.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.engine_api import (
     AbortRequest,
     DestroyGroupRequest,
     GenerateReply,
     GenerateRequest,
     InitGroupRequest,
+    Load,
+    LoadsReply,
     ModelInfo,
     Path,
     PauseMode,
@@ -29,7 +34,6 @@ from async_grpo.errors import GenerationError
 
 Decoded = TypeVar("Decoded")
 
-_HEADERS = {"Content-Type": "application/json"}
 _RETRYABLE_STATUS = frozenset({408, 425, 429})
 """Besides 5xx: overload and time-outs."""
 _MAX_DETAIL = 500
@@ -52,11 +56,22 @@ class HttpEngineClient:
     Args:
         url: `http://host:port` of the server.
         control_timeout_s: deadline of calls that take none.
+        vocab_size: of the policy, for a server that does not tell its own by /server_info.
+        keys: to send.
     """
 
-    def __init__(self, url: str, *, control_timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        control_timeout_s: float,
+        vocab_size: int | None = None,
+        keys: EngineKeys | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self._control_timeout_s = control_timeout_s
+        self._vocab_size = vocab_size
+        self._keys = keys or EngineKeys()
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
         self._decode_generate = msgspec.json.Decoder(GenerateReply)
@@ -65,8 +80,10 @@ class HttpEngineClient:
         """One completion.
 
         Raises:
-            GenerationError: the server refused, failed or did not answer in time.
+            GenerationError: the server refused, failed or did not answer in time; or an id is
+                outside the vocabulary, and was not sent.
         """
+        self._check_ids(request.input_ids)
         body = await self._call("POST", Path.GENERATE, request, timeout_s)
         return self._decoded(self._decode_generate, body, Path.GENERATE)
 
@@ -82,7 +99,24 @@ class HttpEngineClient:
     async def server_info(self, *, timeout_s: float) -> ServerInfo:
         """Liveness and sizes."""
         body = await self._call("GET", Path.SERVER_INFO, None, timeout_s)
-        return self._decoded(msgspec.json.Decoder(ServerInfo), body, Path.SERVER_INFO)
+        info = self._decoded(msgspec.json.Decoder(ServerInfo), body, Path.SERVER_INFO)
+        if info.vocab_size is not None:
+            self._vocab_size = info.vocab_size
+        return info
+
+    async def load(self) -> Load:
+        """How busy it is; of all data-parallel ranks, of which we allow one."""
+        body = await self._call("GET", Path.LOADS, None, self._control_timeout_s)
+        reply = self._decoded(msgspec.json.Decoder(LoadsReply), body, Path.LOADS)
+        if len(reply.loads) != 1:
+            raise GenerationError(
+                f"{self.url}{Path.LOADS}: {len(reply.loads)} ranks, not one", retryable=False
+            )
+        return reply.loads[0]
+
+    async def flush_cache(self) -> None:
+        """Drop cached prefixes; refused while requests hold KV."""
+        await self._call("POST", Path.FLUSH_CACHE, None, self._control_timeout_s)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding."""
@@ -138,6 +172,17 @@ class HttpEngineClient:
             await self._session.close()
             self._session = None
 
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        if self._vocab_size is None:
+            raise GenerationError(f"the vocabulary of {self.url} is not known", retryable=False)
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            found = f"{min(token_ids)} to {max(token_ids)}" if token_ids else "none"
+            raise GenerationError(
+                f"prompt ids must be in [0, {self._vocab_size}), the vocabulary of {self.url}; "
+                f"got {found}",
+                retryable=False,
+            )
+
     async def _control(
         self, path: Path, request: Any, timeout_s: float, *, refusal_ok: bool = False
     ) -> None:
@@ -166,11 +211,14 @@ class HttpEngineClient:
                 timeout=aiohttp.ClientTimeout(total=None),
             )
         data = None if request is None else _encode(request)
+        headers = {"Content-Type": "application/json"}
+        if key := self._keys.for_path(path):
+            headers["Authorization"] = f"Bearer {key}"
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._session.request(
-                    method, self.url + path, data=data, headers=_HEADERS
+                    method, self.url + path, data=data, headers=headers
                 ) as response,
             ):
                 body = await response.read()

@@ -1,23 +1,22 @@
-"""A reply of /generate, checked and made into a Completion.
+"""Replies of /generate, checked, and joined to a Completion.
 
 The behavior log-probs and the weights of each token come from here; a reply that is not exactly
-right is refused, never repaired.
+right is refused, never repaired. A request that was ended early gives a part; the rest is sampled
+by another request, whose prompt ends with that part.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from async_grpo.engine_api import GenerateReply, WeightVersionSpan
+from async_grpo.engine_api import GenerateReply, MetaInfo, WeightVersionSpan
 from async_grpo.errors import GenerationError
 from async_grpo.types import Completion, FinishReason, Int32Array, Segment, WeightsName
 
-
-class Aborted(GenerationError):  # noqa: N818 -- an outcome: the engine ended the request early
-    """The request was ended early, by an abort or by the engine; its tokens are not trained."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, retryable=True)
+KeepsKv = Callable[[WeightsName], bool]
+"""Whether the update that brought these weights left KV entries of the weights before."""
 
 
 class UnknownWeights(GenerationError):  # noqa: N818 -- an outcome: says what the engine must get
@@ -27,38 +26,99 @@ class UnknownWeights(GenerationError):  # noqa: N818 -- an outcome: says what th
         super().__init__(message, retryable=True)
 
 
-def completion_from_reply(
-    reply: GenerateReply,
-    *,
-    prompt_token_ids: Int32Array,
-    prompt_weights: WeightsName,
-    temperature: float,
-) -> Completion:
-    """The completion in `reply`.
+@dataclass(slots=True, frozen=True)
+class Part:
+    """The tokens that one request sampled; none if it was ended before its first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    segments: list[Segment]
+    finish_reason: FinishReason | None
+    """None: the request was ended early, by an abort or by the engine"""
+
+
+NOTHING = Part([], [], [], None)
+
+
+def part_from_reply(
+    reply: GenerateReply, *, prompt_weights: WeightsName, keeps_kv: KeepsKv
+) -> Part:
+    """The tokens in `reply`.
 
     Args:
         reply: of a request with `return_logprob`.
-        prompt_token_ids: [num_prompt_tokens] int32.
-        prompt_weights: the engine's weights when the request was sent; a completion that begins
-            under others may rest on a prefix that was prefilled under these.
-        temperature: of the request.
+        prompt_weights: the engine's weights when the request was sent.
+        keeps_kv: of the engine.
 
     Raises:
-        Aborted: the request was ended early.
         UnknownWeights: a span names no weights of ours.
         GenerationError: ids, log-probs, counts or spans disagree, or a log-prob is not finite.
     """
     meta = reply.meta_info
     kind = (meta.finish_reason or {}).get("type")
-    if kind == "abort":
-        message = (meta.finish_reason or {}).get("message", "")
-        raise Aborted(f"request {meta.id} was aborted by the engine: {message}")
-    if kind not in ("stop", "length"):
+    if kind not in ("stop", "length", "abort"):
         raise _refused(meta.id, f"unknown finish reason {meta.finish_reason!r}")
-    pairs = meta.output_token_logprobs
     num_tokens = len(reply.output_ids)
     if not num_tokens:
-        raise Aborted(f"request {meta.id} returned no token")
+        return NOTHING  # aborts in the waiting queue may lack every other field
+    logprobs = _logprobs(reply)
+    spans = meta.weight_versions
+    if not spans and meta.weight_version == str(prompt_weights):
+        # no update came between request and reply, or the last token would have another version
+        spans = [WeightVersionSpan(version=meta.weight_version, start=0, end=num_tokens)]
+    return Part(
+        token_ids=reply.output_ids,
+        logprobs=logprobs,
+        segments=_segments(meta, spans, num_tokens, prompt_weights, keeps_kv),
+        finish_reason=None if kind == "abort" else FinishReason(kind),
+    )
+
+
+def join_parts(
+    parts: Sequence[Part],
+    *,
+    prompt_token_ids: Int32Array,
+    finish_reason: FinishReason,
+    temperature: float,
+) -> Completion:
+    """The completion that `parts` make up, in order.
+
+    Args:
+        parts: each sampled after the prompt and all parts before it; one has tokens.
+        prompt_token_ids: [num_prompt_tokens] int32, of the first.
+        finish_reason: of the whole.
+        temperature: of all.
+    """
+    segments: list[Segment] = []
+    for segment in (segment for part in parts for segment in part.segments):
+        last = segments[-1] if segments else None
+        if last is not None and (last.weights, last.kv_mixed) == (
+            segment.weights,
+            segment.kv_mixed,
+        ):
+            segments[-1] = Segment(
+                weights=last.weights,
+                num_tokens=last.num_tokens + segment.num_tokens,
+                kv_mixed=last.kv_mixed,
+            )
+        else:
+            segments.append(segment)
+    return Completion(
+        prompt_token_ids=prompt_token_ids,
+        token_ids=np.array([token for part in parts for token in part.token_ids], dtype=np.int32),
+        behavior_logprobs=np.array(
+            [logprob for part in parts for logprob in part.logprobs], dtype=np.float32
+        ),
+        segments=segments,
+        finish_reason=finish_reason,
+        temperature=temperature,
+    )
+
+
+def _logprobs(reply: GenerateReply) -> list[float]:
+    meta = reply.meta_info
+    pairs = meta.output_token_logprobs
+    num_tokens = len(reply.output_ids)
     if not num_tokens == len(pairs) == meta.completion_tokens:
         raise _refused(
             meta.id,
@@ -71,47 +131,46 @@ def completion_from_reply(
         if logprob is None or not math.isfinite(logprob):
             raise _refused(meta.id, f"the log-prob at {position} is {logprob}")
         logprobs.append(logprob)
-    spans = meta.weight_versions
-    if not spans and meta.weight_version == str(prompt_weights):
-        # no update came between request and reply, or the last token would have another version
-        spans = [WeightVersionSpan(version=meta.weight_version, start=0, end=num_tokens)]
-    return Completion(
-        prompt_token_ids=prompt_token_ids,
-        token_ids=np.array(reply.output_ids, dtype=np.int32),
-        behavior_logprobs=np.array(logprobs, dtype=np.float32),
-        segments=_segments(meta.id, spans, num_tokens, prompt_weights),
-        finish_reason=FinishReason(kind),
-        temperature=temperature,
-    )
+    return logprobs
 
 
 def _segments(
-    rid: str, spans: list[WeightVersionSpan], num_tokens: int, prompt_weights: WeightsName
+    meta: MetaInfo,
+    spans: list[WeightVersionSpan],
+    num_tokens: int,
+    prompt_weights: WeightsName,
+    keeps_kv: KeepsKv,
 ) -> list[Segment]:
-    """Spans as segments.
+    """Spans as segments; `kv_mixed` where the prefix may hold KV entries of other weights.
 
-    `kv_mixed` from the first token on whose prefix may hold KV entries of other weights.
+    The newest update decides: either it left KV as it was, or all of it was computed afresh.
     """
     segments: list[Segment] = []
-    position = 0
-    prefix_weights = {prompt_weights}
+    position = num_recomputed = 0
+    weights_before, kv_mixed = prompt_weights, False
     for span in spans:
         if span.start != position or span.end <= span.start:
-            raise _refused(rid, f"weight span [{span.start}, {span.end}) after {position} tokens")
+            raise _refused(
+                meta.id, f"weight span [{span.start}, {span.end}) after {position} tokens"
+            )
         weights = WeightsName.parse(span.version)
         if weights is None:
-            raise UnknownWeights(f"request {rid}: tokens sampled under {span.version!r}")
-        prefix_weights.add(weights)
+            raise UnknownWeights(f"request {meta.id}: tokens sampled under {span.version!r}")
+        if weights != weights_before:
+            kv_mixed = keeps_kv(weights)
+            num_recomputed += position > 0 and not kv_mixed
         segments.append(
-            Segment(
-                weights=weights,
-                num_tokens=span.end - span.start,
-                kv_mixed=len(prefix_weights) > 1,
-            )
+            Segment(weights=weights, num_tokens=span.end - span.start, kv_mixed=kv_mixed)
         )
-        position = span.end
+        weights_before, position = weights, span.end
     if position != num_tokens:
-        raise _refused(rid, f"weight spans cover {position} of {num_tokens} tokens")
+        raise _refused(meta.id, f"weight spans cover {position} of {num_tokens} tokens")
+    if num_recomputed > meta.num_retractions:
+        # the engine did not do as it was told, so nothing after the first switch is sure
+        segments[1:] = [
+            Segment(weights=segment.weights, num_tokens=segment.num_tokens, kv_mixed=True)
+            for segment in segments[1:]
+        ]
     return segments
 
 

@@ -5,15 +5,19 @@ believed of the next. Knows nothing of processes (`lifecycle`) or of the update 
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 
 from async_grpo.engine_api import ServerInfo
+from async_grpo.generation.update_modes import RecomputeCost
 from async_grpo.interfaces import EngineClient
 from async_grpo.replay_parts import EngineState, EngineStatus
 from async_grpo.types import WeightsName
 
 DEFAULT_SLOTS = 64
 """Requests at a time for a server that does not tell its limit."""
+REMEMBERED_UPDATES = 256
+"""Of these an engine remembers what became of the KV; a request in flight spans far fewer."""
 
 
 class Engine:
@@ -30,6 +34,8 @@ class Engine:
         update_group: name of the update group it is a member of; empty: none.
         update_lock: one update at a time.
         checksum: of the committed weights.
+        recompute_cost: what retractions have cost on it.
+        updated_s: when its last update ended, by the driver's clock.
     """
 
     def __init__(
@@ -46,6 +52,9 @@ class Engine:
         self.update_group = ""
         self.update_lock = asyncio.Lock()
         self.checksum = ""
+        self.recompute_cost = RecomputeCost()
+        self.updated_s: float | None = None
+        self._kv_kept: OrderedDict[WeightsName, bool] = OrderedDict()
         self._on_change = on_change
         self._state = EngineState.SYNCING
         self._weights: WeightsName | None = None
@@ -91,8 +100,24 @@ class Engine:
         self._updating = True
         self._change(EngineState.SYNCING if self._weights is None else EngineState.PAUSED)
 
-    def start_probation(self) -> None:
-        """From now on, what it samples counts only once the probe has passed."""
+    def keeps_kv(self, weights: WeightsName) -> bool:
+        """Whether requests went on under `weights` with KV of the weights before.
+
+        What is not known counts as yes.
+        """
+        return self._kv_kept.get(weights, True)
+
+    def start_probation(self, weights: WeightsName, *, kv_kept: bool) -> None:
+        """It is about to go on under `weights`; what it samples counts once the probe has passed.
+
+        Args:
+            weights: that it has received.
+            kv_kept: KV entries of the weights before, of requests or of cached prefixes, remain.
+        """
+        # the same weights may be sent again: then a yes stays a yes
+        self._kv_kept[weights] = kv_kept or self._kv_kept.get(weights, False)
+        while len(self._kv_kept) > REMEMBERED_UPDATES:
+            self._kv_kept.popitem(last=False)
         self._probation = asyncio.get_running_loop().create_future()
 
     async def cleared(self) -> bool:

@@ -1,32 +1,41 @@
 """One member of a group: sent to an engine, and to another one if that fails.
 
 Returns only completions that may be trained as far as the engine is concerned: whole, checked, and
-sampled under weights that were confirmed. Knows nothing of tickets, rewards or the replay server.
+sampled under weights that were confirmed. What a request had sampled when an update ended it is
+kept, and the next request goes on from there. Knows nothing of tickets, rewards or the replay
+server.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from async_grpo.config.eval import EvalSection
 from async_grpo.config.generation import GenerationSection
 from async_grpo.engine_api import GenerateRequest, SamplingParams
 from async_grpo.errors import GenerationError
-from async_grpo.generation.completions import UnknownWeights, completion_from_reply
+from async_grpo.generation.completions import (
+    Part,
+    UnknownWeights,
+    join_parts,
+    part_from_reply,
+)
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.routing import Place, Placement, Router
 from async_grpo.interfaces import Clock
-from async_grpo.types import Completion, Int32Array, Prompt, Ticket, TicketKind
+from async_grpo.types import Completion, FinishReason, Int32Array, Prompt, Ticket, TicketKind
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 6
-"""Of one member; waiting for an engine is no try."""
+"""Of one member; waiting for an engine is no try, nor is what an update ended."""
 FIRST_BACKOFF_S = 0.05
 
 
@@ -47,11 +56,58 @@ class GroupRequest:
     ticket: Ticket
     prompt: Prompt
     prompt_token_ids: Int32Array = field(init=False)
-    largest_id: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = np.array(self.prompt.token_ids, dtype=np.int32)
-        self.largest_id = max(self.prompt.token_ids)
+
+
+class _Draft:
+    """One completion under way: the parts that requests have sampled so far."""
+
+    def __init__(self, request: GroupRequest, params: SamplingParams, started_s: float) -> None:
+        self.request = request
+        self.params = params
+        self._started_s = started_s
+        self._parts: list[Part] = []
+        self._token_ids: list[int] = []
+
+    def add(self, part: Part) -> None:
+        """These tokens may be trained."""
+        self._parts.append(part)
+        self._token_ids += part.token_ids
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why it is complete; None: it is not. An abort may come with the very last token."""
+        if not self._token_ids:
+            return None
+        if (reason := self._parts[-1].finish_reason) is not None:
+            return reason
+        if self._token_ids[-1] in (self.params.stop_token_ids or ()):
+            return FinishReason.STOP
+        if len(self._token_ids) >= self.params.max_new_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def rest(self, rid: str, namespace: str) -> GenerateRequest:
+        """The request for what is still to be sampled."""
+        budget = self.params.max_new_tokens - len(self._token_ids)
+        return GenerateRequest(
+            input_ids=[*self.request.prompt.token_ids, *self._token_ids],
+            sampling_params=msgspec.structs.replace(self.params, max_new_tokens=budget),
+            rid=rid,
+            return_logprob=True,
+            extra_key=namespace,
+        )
+
+    def finished(self, reason: FinishReason, engine_id: str, now_s: float) -> Sampled:
+        """All of it."""
+        completion = join_parts(
+            self._parts,
+            prompt_token_ids=self.request.prompt_token_ids,
+            finish_reason=reason,
+            temperature=self.params.temperature,
+        )
+        return Sampled(completion, engine_id, self._started_s, now_s)
 
 
 class Sampler:
@@ -65,7 +121,8 @@ class Sampler:
         clock: for the times in `Sampled`.
 
     Attributes:
-        num_retries: members that were sampled again.
+        num_retries: requests that failed and were sent again.
+        num_continued: requests that an update ended and that were continued by another.
     """
 
     def __init__(
@@ -90,6 +147,7 @@ class Sampler:
             )
         self._aborts: set[asyncio.Task[None]] = set()
         self.num_retries = 0
+        self.num_continued = 0
 
     async def sample(
         self, request: GroupRequest, member: int, place: Place, placement: Placement
@@ -101,21 +159,35 @@ class Sampler:
         Raises:
             GenerationError: the engine refuses the request, or too many tries failed.
         """
+        draft = _Draft(request, self._params[request.ticket.kind], self._clock())
         backoff_s = FIRST_BACKOFF_S
-        for attempt in range(MAX_TRIES):
+        num_failures = 0
+        for number in itertools.count():
             rid = f"{request.ticket.group_id}-{request.ticket.attempt}-{member}"
-            if attempt:
-                rid += f"-{attempt}"
+            if number:
+                rid += f"-{number}"
             try:
                 async with place as engine:
-                    sampled = await self._sample_on(engine, request, rid)
+                    part = await self._sample_on(engine, draft, rid)
+                updating = engine.updating
                 if await engine.cleared():
-                    return sampled
-                problem = f"engine {engine.engine_id} was lost, or failed the probe of its update"
+                    draft.add(part)
+                    if (reason := draft.finish_reason()) is not None:
+                        return draft.finished(reason, engine.engine_id, self._clock())
+                    if part.token_ids or updating:  # ended by an update: go on behind it
+                        self.num_continued += 1
+                        place = self._router.enqueue(placement, first=True)
+                        continue
+                    problem = f"engine {engine.engine_id} returned no token"
+                else:
+                    problem = f"engine {engine.engine_id} was lost, or failed its update's probe"
             except GenerationError as error:
-                if not error.retryable or attempt + 1 == MAX_TRIES:
+                if not error.retryable:
                     raise
                 problem = str(error)
+            num_failures += 1
+            if num_failures == MAX_TRIES:
+                break
             self.num_retries += 1
             # the slot says once why an engine was lost; its many requests need not
             logger.debug("request %s is sampled again: %s", rid, problem)
@@ -126,51 +198,31 @@ class Sampler:
             f"member {member} failed {MAX_TRIES} times, last: {problem}", retryable=False
         )
 
-    async def _sample_on(self, engine: Engine, request: GroupRequest, rid: str) -> Sampled:
+    async def _sample_on(self, engine: Engine, draft: "_Draft", rid: str) -> Part:
         weights = engine.weights
         assert weights is not None, "the router gives out serving engines only"
-        params = self._params[request.ticket.kind]
-        self._check(engine, request, params.max_new_tokens)
-        body = GenerateRequest(
-            input_ids=request.prompt.token_ids,
-            sampling_params=params,
-            rid=rid,
-            return_logprob=True,
-            extra_key=str(weights),
-        )
-        started_s = self._clock()
+        self._check(engine, draft)
         try:
-            reply = await engine.client.generate(body, timeout_s=self._section.request_timeout_s)
+            reply = await engine.client.generate(
+                draft.rest(rid, str(weights)), timeout_s=self._section.request_timeout_s
+            )
         except asyncio.CancelledError:
             self._later(self._abort(engine, rid))
             raise
         try:
-            completion = completion_from_reply(
-                reply,
-                prompt_token_ids=request.prompt_token_ids,
-                prompt_weights=weights,
-                temperature=params.temperature,
-            )
+            return part_from_reply(reply, prompt_weights=weights, keeps_kv=engine.keeps_kv)
         except UnknownWeights as error:
             engine.condemn(f"it lost its weights: {error}")
             raise
-        return Sampled(completion, engine.engine_id, started_s, self._clock())
 
-    def _check(self, engine: Engine, request: GroupRequest, max_new_tokens: int) -> None:
-        """Refuse what would hurt the engine: an id beyond the vocabulary kills a real server."""
-        info = engine.info
-        if info.vocab_size is not None and request.largest_id >= info.vocab_size:
+    def _check(self, engine: Engine, draft: "_Draft") -> None:
+        """Refuse what the engine could not hold."""
+        prompt, budget = draft.request.prompt, draft.params.max_new_tokens
+        limit = engine.info.context_length
+        if limit is not None and len(prompt.token_ids) + budget > limit:
             raise GenerationError(
-                f"prompt {request.prompt.index} holds id {request.largest_id}, beyond the "
-                f"engine's {info.vocab_size}",
-                retryable=False,
-            )
-        needed = len(request.prompt.token_ids) + max_new_tokens
-        if info.context_length is not None and needed > info.context_length:
-            raise GenerationError(
-                f"prompt {request.prompt.index} of {len(request.prompt.token_ids)} tokens and "
-                f"{max_new_tokens} new ones (max_new_tokens) exceed the engine's context of "
-                f"{info.context_length}",
+                f"prompt {prompt.index} of {len(prompt.token_ids)} tokens and {budget} new ones "
+                f"(max_new_tokens) exceed the engine's context of {limit}",
                 retryable=False,
             )
 

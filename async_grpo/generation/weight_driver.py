@@ -13,12 +13,16 @@ that nobody knows: the engine is condemned, and its slot kills or quarantines it
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from async_grpo.errors import RemoteError, WeightSyncError
+from async_grpo.config.generation import OnWeightUpdate
+from async_grpo.engine_api import PauseMode
+from async_grpo.errors import GenerationError, RemoteError, WeightSyncError
 from async_grpo.generation.engines import Engine
-from async_grpo.interfaces import GeneratorReplay
+from async_grpo.generation.update_modes import choose_mode, kv_tokens
+from async_grpo.interfaces import Clock, GeneratorReplay
 from async_grpo.replay_parts import CellPhase, UpdateOrder
 from async_grpo.weights.receiver import WeightReceiver
 
@@ -40,7 +44,9 @@ class WeightDriver:
         replay: takes reports.
         engines: the engines that exist at the moment.
         spawn: starts a task whose failure ends the generator.
+        on_weight_update: what becomes of requests in flight.
         timeout_s: `weights.timeout_s`.
+        clock: seconds between updates, and of recomputing.
     """
 
     def __init__(
@@ -49,8 +55,12 @@ class WeightDriver:
         engines: Callable[[], Iterable[Engine]],
         spawn: Spawn,
         *,
+        on_weight_update: OnWeightUpdate,
         timeout_s: float,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._on_weight_update = on_weight_update
+        self._clock = clock
         self._replay = replay
         self._engines = engines
         self._spawn = spawn
@@ -79,18 +89,21 @@ class WeightDriver:
                     self._spawn(self._update(engine, key, order, rank))
 
     async def _update(self, engine: Engine, key: Key, order: UpdateOrder, rank: int) -> None:
-        receiver = WeightReceiver(
-            engine.client,
-            engine_id=engine.engine_id,
-            order=order,
-            rank_offset=rank,
-            timeout_s=self._timeout_s,
-        )
         async with engine.update_lock:
             engine.begin_update()
             try:
+                num_tokens = await self._num_kv_tokens(engine)
+                mode = self._choose_mode(engine, num_tokens)
+                receiver = WeightReceiver(
+                    engine.client,
+                    engine_id=engine.engine_id,
+                    order=order,
+                    rank_offset=rank,
+                    mode=mode,
+                    timeout_s=self._timeout_s,
+                )
                 await self._before_go(receiver, engine, key)
-                checksum = await self._after_go(receiver, engine, key)
+                checksum = await self._after_go(receiver, engine, order, mode, num_tokens)
             except _NotSent as end:
                 engine.keep_weights()
                 await self._report(key, engine.engine_id, CellPhase.FAILED, str(end))
@@ -104,9 +117,29 @@ class WeightDriver:
             except asyncio.CancelledError:
                 engine.condemn("the generator stops in the middle of an update")
                 raise
+            engine.updated_s = self._clock()
             engine.commit(order.weights, order.publish_sequence, checksum)
-        logger.info("engine %s serves %s", engine.engine_id, order.weights)
+        logger.info("engine %s serves %s (%s)", engine.engine_id, order.weights, mode.value)
         await self._report(key, engine.engine_id, CellPhase.COMMITTED, "")
+
+    async def _num_kv_tokens(self, engine: Engine) -> int | None:
+        """KV entries in use; None: not needed, or the engine does not say."""
+        if self._on_weight_update is not OnWeightUpdate.auto:
+            return None
+        try:
+            return kv_tokens(await engine.client.load())
+        except GenerationError as error:
+            logger.info("engine %s does not tell its load: %s", engine.engine_id, error)
+            return None
+
+    def _choose_mode(self, engine: Engine, num_kv_tokens: int | None) -> PauseMode:
+        return choose_mode(
+            self._on_weight_update,
+            info=engine.info,
+            cost=engine.recompute_cost,
+            num_kv_tokens=num_kv_tokens,
+            interval_s=None if engine.updated_s is None else self._clock() - engine.updated_s,
+        )
 
     async def _before_go(self, receiver: WeightReceiver, engine: Engine, key: Key) -> None:
         """Until the buckets may be posted.
@@ -122,19 +155,31 @@ class WeightDriver:
             await receiver.abandon()
             raise _NotSent(problem)
 
-    async def _after_go(self, receiver: WeightReceiver, engine: Engine, key: Key) -> str:
+    async def _after_go(
+        self,
+        receiver: WeightReceiver,
+        engine: Engine,
+        order: UpdateOrder,
+        mode: PauseMode,
+        num_kv_tokens: int | None,
+    ) -> str:
         """Until the probe has passed; returns the engine's checksum."""
+        key = (order.publish_sequence, order.cell_id)
         rendezvous = self._orders[key].rendezvous
         assert rendezvous is not None, "an order that says go has a rendezvous"
         previous_group, engine.update_group = engine.update_group, rendezvous.group_name
         await self._unless_aborted(key, engine, receiver.receive(rendezvous, previous_group))
-        checksum = await receiver.finish()
-        engine.start_probation()
+        received = await receiver.finish()
+        engine.start_probation(order.weights, kv_kept=received.kv_kept)
         await receiver.resume()
+        resumed_s = self._clock()
         await receiver.probe()
+        if mode is PauseMode.RETRACT and num_kv_tokens is not None:
+            # the probe queues behind the requests that are read again
+            engine.recompute_cost.measured(num_kv_tokens, self._clock() - resumed_s)
         # last, with nothing awaited until the commit: of two that differ one must see the other
-        self._compare_checksums(key, engine, checksum)
-        return checksum
+        self._compare_checksums(key, engine, received.checksum)
+        return received.checksum
 
     async def _wait_go(self, engine: Engine, key: Key) -> str:
         """Wait for the order to say go; returns why it never will, or an empty string."""

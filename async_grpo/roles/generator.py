@@ -38,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from async_grpo.config.engine_keys import load_engine_keys
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import AsyncGrpoError, ConfigError, GenerationError, PeerError
@@ -50,6 +51,7 @@ from async_grpo.generation.lifecycle import EngineSlot, MakeClient
 from async_grpo.generation.routing import Router
 from async_grpo.generation.sample_log import SampleLog
 from async_grpo.generation.sampler import Sampler
+from async_grpo.generation.vocabulary import policy_vocab_size
 from async_grpo.generation.weight_driver import WeightDriver
 from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import Clock, GeneratorReplay, RewardPool, Tokenizer
@@ -140,7 +142,12 @@ class Generator:
             clock=clock,
         )
         self._driver = WeightDriver(
-            replay, self._engines, self._spawn, timeout_s=config.weights.timeout_s
+            replay,
+            self._engines,
+            self._spawn,
+            on_weight_update=config.generation.on_weight_update,
+            timeout_s=config.weights.timeout_s,
+            clock=clock,
         )
         self._activity = Activity(self._engines, lambda: self._runner.num_inserting, clock)
         self._create_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -251,6 +258,7 @@ class Generator:
                 "slot_utilization": self._router.utilization(),
                 "groups": float(counters.num_groups),
                 "retries": float(self._sampler.num_retries),
+                "continued": float(self._sampler.num_continued),
                 "claims_lost": float(counters.num_claims_lost),
             },
             seconds=self._activity.seconds(),
@@ -308,7 +316,10 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
                 replay=replay,
                 start_engines=engine_starts(config, name, config_args),
                 make_client=partial(
-                    HttpEngineClient, control_timeout_s=config.engine.control_timeout_s
+                    HttpEngineClient,
+                    control_timeout_s=config.engine.control_timeout_s,
+                    vocab_size=policy_vocab_size(config.policy.model),
+                    keys=load_engine_keys(config.engine),
                 ),
                 prompts=prompts,
                 tokenizer=tokenizer,

@@ -2,7 +2,7 @@
 
     begin:    pause -> begin_update                          (then wait for the order's `go`)
     receive:  [destroy_group ->] [init_group ->] bucket 0 .. n-1
-    finish:   end_update -> version -> checksum              (still paused)
+    finish:   end_update -> [flush ->] version -> checksum   (still paused)
     resume -> probe
     abandon:  end_update -> resume                           (nothing was sent)
 
@@ -13,6 +13,7 @@ failure is the driver's business.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from async_grpo.engine_api import (
     FLATTENED_BUCKET,
@@ -29,6 +30,16 @@ from async_grpo.replay_parts import BucketSpec, Rendezvous, UpdateOrder
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, frozen=True)
+class Received:
+    """What `finish` found."""
+
+    checksum: str
+    """over all weights"""
+    kv_kept: bool
+    """KV entries of the weights before remain: of frozen requests, or of cached prefixes"""
+
+
 class WeightReceiver:
     """One engine, one update. Call `begin`, `receive`, `finish`, `resume`, `probe` in this order.
 
@@ -37,6 +48,7 @@ class WeightReceiver:
         engine_id: for messages.
         order: what is to come.
         rank_offset: the engine's first rank in the update group.
+        mode: what becomes of running requests.
         timeout_s: deadline of each collective phase.
     """
 
@@ -47,22 +59,24 @@ class WeightReceiver:
         engine_id: str,
         order: UpdateOrder,
         rank_offset: int,
+        mode: PauseMode,
         timeout_s: float,
     ) -> None:
         self._client = client
         self._engine_id = engine_id
         self._order = order
         self._rank_offset = rank_offset
+        self._mode = mode
         self._timeout_s = timeout_s
 
     async def begin(self) -> None:
-        """Freeze running requests and open the session: requests must not run into an update.
+        """Stop decoding and open the session: requests must not run into an update.
 
         Raises:
             WeightSyncError: as every method here; names the phase.
         """
         with self._phase("pause"):
-            await self._client.pause(PauseMode.IN_PLACE)
+            await self._client.pause(self._mode)
         with self._phase("begin"):
             await self._client.begin_update()
 
@@ -122,26 +136,40 @@ class WeightReceiver:
             dtypes=bucket.dtypes,
             shapes=bucket.shapes,
             group_name=group_name,
-            # refused while requests are frozen in place; the namespace of prefixes protects
+            # a flush is a step of its own: bundled, its refusal would look like a failed bucket
             flush_cache=False,
             weight_version=str(self._order.weights) if last else None,
             load_format=FLATTENED_BUCKET,
         )
 
-    async def finish(self) -> str:
-        """Close the session; while still paused, check that the weights are in.
+    async def finish(self) -> Received:
+        """Close the session; while still paused, drop cached KV and check that the weights are in.
 
-        Returns:
-            The engine's checksum over all weights.
+        Under in_place nothing is dropped: it is refused while requests are frozen, and the
+        namespace of prefixes protects new ones.
         """
         with self._phase("end"):
             await self._client.end_update()
+        kv_kept = True
+        if self._mode is not PauseMode.IN_PLACE:
+            kv_kept = not await self._flush()
         with self._phase("version"):
             info = await self._client.model_info()
         if info.weight_version != str(self._order.weights):
             raise self._error("version", f"the engine says {info.weight_version!r}")
         with self._phase("checksum"):
-            return await self._client.checksum()
+            return Received(await self._client.checksum(), kv_kept)
+
+    async def _flush(self) -> bool:
+        """Whether it was done; a refusal costs exactness, which the caller then knows."""
+        try:
+            await self._client.flush_cache()
+        except GenerationError as error:
+            if error.retryable:
+                raise self._error("flush", str(error)) from error
+            logger.warning("engine %s: cached KV stays: %s", self._engine_id, error)
+            return False
+        return True
 
     async def resume(self) -> None:
         """Go on decoding."""

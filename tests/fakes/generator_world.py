@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.engine import EngineSection
-from async_grpo.config.generation import GenerationSection
+from async_grpo.config.generation import GenerationSection, OnWeightUpdate
 from async_grpo.config.policy import PolicySection
 from async_grpo.config.replay import ReplaySection
 from async_grpo.config.run import RunSection
@@ -20,6 +20,7 @@ from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.sample_log import SampleLog
 from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import RewardPool
+from async_grpo.replay_parts import CellPhase
 from async_grpo.roles.generator import Generator
 from async_grpo.tasks.held_out import split_task
 from async_grpo.tasks.prompts import PromptSource
@@ -118,13 +119,17 @@ class World:
         max_restarts: int = 2,
         group_timeout_s: float = 30.0,
         weights_timeout_s: float = 5.0,
+        on_weight_update: OnWeightUpdate = OnWeightUpdate.auto,
     ) -> None:
         self.config = Config(
             run=RunSection(output_dir=str(directory), num_train_steps=1),
             policy=PolicySection(model="none"),
             task=TaskSection(name="reverse"),
             generation=GenerationSection(
-                group_size=group_size, max_new_tokens=8, group_timeout_s=group_timeout_s
+                group_size=group_size,
+                max_new_tokens=8,
+                group_timeout_s=group_timeout_s,
+                on_weight_update=on_weight_update,
             ),
             engine=EngineSection(max_restarts=max_restarts, control_timeout_s=2.0),
             replay=ReplaySection(heartbeat_s=0.1, peer_timeout_s=1.0),
@@ -189,3 +194,18 @@ class World:
                     await engine.stop()
             if not self.task.cancelled() and not self.failure_expected:
                 self.task.result()
+
+    async def publish_by_hand(
+        self, weights: str, engine_id: str, *, fresh: bool = True
+    ) -> FakeEngine:
+        """An update of an engine that samples only when told; returns the engine."""
+        sequence = await self.replay.order(weights, [engine_id], fresh=fresh)
+        await self.replay.phase_of(sequence, engine_id, CellPhase.BEGUN)
+        engine = next(engine for engine in self.engines if engine.session_open)
+        await self.replay.go(sequence)
+        probe = f"probe-{sequence}-{engine_id}"
+        await engine.until(lambda: probe in engine.running)
+        # the probe alone: members in flight stay where they are
+        engine._advance(engine._running[probe], 1)
+        await self.replay.phase_of(sequence, engine_id, CellPhase.COMMITTED)
+        return engine

@@ -9,12 +9,11 @@ from async_grpo.engine_api import Path as Route
 from async_grpo.errors import GenerationError
 from async_grpo.replay_parts import CellPhase, Probe
 from async_grpo.types import DropReason, InsertOutcome, RewardOutcome, WeightsName
-from tests.fakes.fake_engine import Fault, Script
+from tests.fakes.fake_engine import Fault
 from tests.fakes.fake_replay import PROBE_IDS
 from tests.fakes.generator_world import ScriptedRewards, World
 
 V0 = WeightsName(1, 0)
-V1 = WeightsName(1, 1)
 WRONG_PROBE = Probe(token_ids=PROBE_IDS, logprobs=[-9.0] * 3, tolerance=1e-3)
 
 
@@ -59,34 +58,11 @@ async def test_nothing_is_sampled_before_the_first_committed_sync(tmp_path):
         await world.replay.until(lambda: len(world.replay.inserted) == 1)
 
 
-async def test_an_update_in_the_middle_of_a_completion_gives_two_segments(tmp_path):
-    async with World(tmp_path, manual=True, group_size=2).running() as world:
-        (engine_id,) = await world.replay.wanting()
-        engine = await _publish_by_hand(world, "1.0", engine_id)
-        engine.script = lambda request: Script([5, 6, 7, 8, 5, 6])
-        world.replay.add_tickets(1)
-        await engine.until(lambda: len(engine.running) == 2)
-        await engine.step(2)
-        await _publish_by_hand(world, "1.1", engine_id, fresh=False)
-        await engine.step(4)
-        await world.replay.until(lambda: len(world.replay.inserted) == 1)
-    (group,) = world.replay.inserted
-    for rollout in group.rollouts:
-        first, second = rollout.sequences[0].segments
-        assert (first.weights, first.num_tokens, first.kv_mixed) == (V0, 2, False)
-        assert (second.weights, second.num_tokens, second.kv_mixed) == (V1, 4, True)
-    assert group.oldest_weights() == V0
-    calls = [call.path for call in engine.calls]
-    assert calls.count(Route.INIT_GROUP) == 1
-    assert [update.weight_version for update in engine.updates] == [None, "1.0", None, "1.1"]
-    assert not any(update.flush_cache for update in engine.updates)
-
-
 async def test_a_killed_engine_costs_no_group(tmp_path):
     async with World(tmp_path, num_engines=2, manual=True).running() as world:
         ids = await world.replay.wanting(2)
         for engine_id in ids:
-            await _publish_by_hand(world, "1.0", engine_id)
+            await world.publish_by_hand("1.0", engine_id)
         world.replay.add_tickets(1)
         victim = next(e for e in await _engines_with_requests(world) if e.running)
         await victim.step(1)
@@ -114,7 +90,7 @@ async def test_a_generator_whose_engines_all_die_fails(tmp_path):
 async def test_a_failed_probe_lets_nothing_through(tmp_path):
     async with World(tmp_path, manual=True, group_size=2).running() as world:
         (engine_id,) = await world.replay.wanting()
-        engine = await _publish_by_hand(world, "1.0", engine_id)
+        engine = await world.publish_by_hand("1.0", engine_id)
         world.replay.add_tickets(1)
         await engine.until(lambda: len(engine.running) == 2)
         await engine.step(1)
@@ -131,7 +107,7 @@ async def test_a_failed_probe_lets_nothing_through(tmp_path):
         await world.replay.changed()
         (restarted,) = await world.replay.wanting()
         assert restarted != engine_id
-        fresh_engine = await _publish_by_hand(world, "1.2", restarted)
+        fresh_engine = await world.publish_by_hand("1.2", restarted)
         await fresh_engine.until(lambda: len(fresh_engine.running) == 2)
         await fresh_engine.step(8)
         await world.replay.until(lambda: len(world.replay.inserted) == 1)
@@ -227,7 +203,7 @@ async def test_groups_without_a_signal_or_a_reward_end(tmp_path, scores, reason)
 async def test_a_group_that_is_over_at_the_server_is_aborted_at_the_engine(tmp_path):
     async with World(tmp_path, manual=True).running() as world:
         (engine_id,) = await world.replay.wanting()
-        engine = await _publish_by_hand(world, "1.0", engine_id)
+        engine = await world.publish_by_hand("1.0", engine_id)
         world.replay.add_tickets(1)
         await engine.until(lambda: len(engine.running) == 4)
         await world.replay.cancel((0, 1))
@@ -241,7 +217,7 @@ async def test_a_group_that_is_over_at_the_server_is_aborted_at_the_engine(tmp_p
 async def test_a_group_past_its_deadline_is_given_up(tmp_path):
     async with World(tmp_path, manual=True, group_timeout_s=0.5).running() as world:
         (engine_id,) = await world.replay.wanting()
-        engine = await _publish_by_hand(world, "1.0", engine_id)
+        engine = await world.publish_by_hand("1.0", engine_id)
         world.replay.add_tickets(1)
         await engine.until(lambda: len(engine.running) == 4)
         await engine.called(Route.ABORT, 4)
@@ -302,7 +278,7 @@ async def _another_checksum():
 async def test_a_full_engine_claims_no_more_than_fills_its_slots(tmp_path):
     async with World(tmp_path, manual=True, slots=9).running() as world:
         (engine_id,) = await world.replay.wanting()
-        engine = await _publish_by_hand(world, "1.0", engine_id)
+        engine = await world.publish_by_hand("1.0", engine_id)
         world.replay.add_tickets(5)
         await engine.until(lambda: len(engine.running) == 8)
         assert len(world.replay.claimed) == 2, "8 slots for requests, one for the probe"
@@ -339,26 +315,12 @@ async def test_a_fenced_insert_ends_the_group_quietly(tmp_path):
 async def test_the_end_of_the_run_stops_the_generator(tmp_path):
     async with World(tmp_path, manual=True).running() as world:
         (engine_id,) = await world.replay.wanting()
-        engine = await _publish_by_hand(world, "1.0", engine_id)
+        engine = await world.publish_by_hand("1.0", engine_id)
         world.replay.add_tickets(1)
         await engine.until(lambda: len(engine.running) == 4)
         await world.replay.stop("all steps are done")
         assert await world.task == "all steps are done"
     assert world.replay.inserted == world.replay.ended == []
-
-
-async def _publish_by_hand(world, weights, engine_id, *, fresh=True):
-    """An update of an engine that samples only when told; returns the engine."""
-    sequence = await world.replay.order(weights, [engine_id], fresh=fresh)
-    await world.replay.phase_of(sequence, engine_id, CellPhase.BEGUN)
-    engine = next(engine for engine in world.engines if engine.session_open)
-    await world.replay.go(sequence)
-    probe = f"probe-{sequence}-{engine_id}"
-    await engine.until(lambda: probe in engine.running)
-    # the probe alone: members in flight stay where they are
-    engine._advance(engine._running[probe], 1)
-    await world.replay.phase_of(sequence, engine_id, CellPhase.COMMITTED)
-    return engine
 
 
 async def _engines_with_requests(world):

@@ -39,6 +39,8 @@ def save_model(directory):
     backend.decoder = decoders.Fuse()
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 11}))
+    (directory / "model.safetensors").touch()  # its presence is checked, its content by engines
     return str(directory)
 
 

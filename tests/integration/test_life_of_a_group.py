@@ -238,7 +238,7 @@ async def test_life_of_a_group(config, tmp_path):
             for rollout in others:
                 assert [
                     (s.weights, s.num_tokens, s.kv_mixed) for s in rollout.sequences[0].segments
-                ] == [(V0, 4, False), (V1, 4, True)]
+                ] == [(V0, 4, False), (V1, 4, False)], "retracted"
             (dropped,) = _ledger(directory, "Dropped")
             assert (dropped["group_id"], dropped["reason"]) == (3, DropReason.NO_SIGNAL)
             assert second.generated.dropped == {DropReason.NO_SIGNAL: 1}

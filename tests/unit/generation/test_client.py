@@ -1,13 +1,16 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from aiohttp import web
 
+from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.engine_api import GenerateRequest, PauseMode, SamplingParams
 from async_grpo.engine_api import Path as Route
 from async_grpo.errors import GenerationError
 from async_grpo.generation.client import HttpEngineClient
+from async_grpo.generation.update_modes import kv_tokens
 from tests.fakes.fake_engine import FakeEngine, Fault, Script
 
 REQUEST = GenerateRequest(
@@ -18,7 +21,7 @@ REQUEST = GenerateRequest(
 @asynccontextmanager
 async def connected(**options):
     async with FakeEngine(**options) as engine:
-        client = HttpEngineClient(engine.url, control_timeout_s=2.0)
+        client = HttpEngineClient(engine.url, control_timeout_s=2.0, vocab_size=64)
         try:
             yield engine, client
         finally:
@@ -93,6 +96,62 @@ async def test_close_ends_calls_under_way():
         await engine.until(lambda: not engine.running)
 
 
+@pytest.mark.parametrize("token_ids", [[3, 64], [-1, 3], []], ids=str)
+async def test_ids_outside_the_vocabulary_are_never_sent(token_ids):
+    async with connected(vocab_size=64) as (engine, client):
+        request = msgspec.structs.replace(REQUEST, input_ids=token_ids)
+        with pytest.raises(GenerationError, match="vocabulary") as caught:
+            await client.generate(request, timeout_s=2.0)
+        assert not caught.value.retryable
+        assert engine.num_calls(Route.GENERATE) == 0
+
+
+async def test_the_vocabulary_is_the_one_the_server_tells_or_the_policys():
+    async with FakeEngine(vocab_size=8) as engine:
+        client = HttpEngineClient(engine.url, control_timeout_s=2.0)
+        with pytest.raises(GenerationError, match="not known"):
+            await client.generate(REQUEST, timeout_s=2.0)
+        await client.server_info(timeout_s=2.0)
+        await client.generate(REQUEST, timeout_s=2.0)
+        with pytest.raises(GenerationError, match="vocabulary"):
+            await client.generate(msgspec.structs.replace(REQUEST, input_ids=[8]), timeout_s=2.0)
+        await client.close()
+
+
+async def test_the_load_and_the_flush():
+    async with connected(manual=True) as (engine, client):
+        await client.flush_cache()
+        call = asyncio.create_task(client.generate(REQUEST, timeout_s=30.0))
+        await engine.until(lambda: len(engine.running) == 1)
+        load = await client.load()
+        assert load.num_running_reqs == 1
+        assert kv_tokens(load) == 2
+        with pytest.raises(GenerationError, match="unfinished") as caught:
+            await client.flush_cache()
+        assert not caught.value.retryable
+        await engine.step(4)
+        await call
+
+
+@pytest.mark.parametrize(
+    ("sent", "opens"),
+    [(EngineKeys("a", "b"), True), (EngineKeys("a"), False), (EngineKeys("b", "a"), False)],
+)
+async def test_both_keys_are_sent_where_they_belong(sent, opens):
+    async with FakeEngine(keys=EngineKeys("a", "b")) as engine:
+        client = HttpEngineClient(engine.url, control_timeout_s=2.0, keys=sent)
+        try:
+            if opens:
+                await client.model_info()
+                await client.pause(PauseMode.RETRACT)
+                await client.resume()
+            else:
+                with pytest.raises(GenerationError, match=r"HTTP 401.*Unauthorized"):
+                    await client.pause(PauseMode.RETRACT)
+        finally:
+            await client.close()
+
+
 @pytest.mark.parametrize("body", ["", "[]", "{", '{"text": 1}'])
 async def test_an_unreadable_reply_is_refused(body):
     async def answer(request):
@@ -104,7 +163,8 @@ async def test_an_unreadable_reply_is_refused(body):
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    client = HttpEngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", control_timeout_s=1.0)
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    client = HttpEngineClient(url, control_timeout_s=1.0, vocab_size=64)
     try:
         with pytest.raises(GenerationError, match="unreadable") as caught:
             await client.generate(REQUEST, timeout_s=2.0)

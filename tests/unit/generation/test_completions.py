@@ -5,10 +5,15 @@ import pytest
 
 from async_grpo.engine_api import GenerateReply, MetaInfo, WeightVersionSpan
 from async_grpo.errors import GenerationError
-from async_grpo.generation.completions import Aborted, UnknownWeights, completion_from_reply
-from async_grpo.types import FinishReason, WeightsName
+from async_grpo.generation.completions import (
+    NOTHING,
+    UnknownWeights,
+    join_parts,
+    part_from_reply,
+)
+from async_grpo.types import FinishReason, Segment, WeightsName
 
-V3, V4 = WeightsName(1, 3), WeightsName(1, 4)
+V3, V4, V5 = WeightsName(1, 3), WeightsName(1, 4), WeightsName(1, 5)
 
 
 def reply(ids=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), spans=(("1.3", 0, 3),), **meta):
@@ -24,85 +29,118 @@ def reply(ids=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), spans=(("1.3", 0, 3),), **
     return GenerateReply(output_ids=list(ids), meta_info=MetaInfo(**(values | meta)))
 
 
-def completion(answer):
-    return completion_from_reply(
-        answer,
-        prompt_token_ids=np.array([1, 2], dtype=np.int32),
-        prompt_weights=V3,
-        temperature=0.7,
-    )
+def part(answer, kept=()):
+    """With the weights in `kept` requests went on with the KV they had."""
+    return part_from_reply(answer, prompt_weights=V3, keeps_kv=lambda weights: weights in kept)
+
+
+def segments(answer, kept=()):
+    return [(s.weights, s.num_tokens, s.kv_mixed) for s in part(answer, kept).segments]
 
 
 def test_a_plain_reply():
-    made = completion(reply())
-    assert made.token_ids.tolist() == [5, 6, 7]
-    assert made.token_ids.dtype == np.int32
-    assert made.behavior_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
-    assert made.behavior_logprobs.dtype == np.float32
+    made = part(reply())
+    assert made.token_ids == [5, 6, 7]
+    assert made.logprobs == [-0.1, -0.2, -0.3]
     assert made.finish_reason is FinishReason.STOP
-    assert made.temperature == 0.7
-    assert [(s.weights, s.num_tokens, s.kv_mixed) for s in made.segments] == [(V3, 3, False)]
+    assert made.segments == [Segment(weights=V3, num_tokens=3)]
+
+
+def test_an_aborted_reply_keeps_what_it_has():
+    made = part(reply(finish_reason={"type": "abort", "message": "Aborted"}))
+    assert (made.token_ids, made.finish_reason) == ([5, 6, 7], None)
+    empty = GenerateReply(meta_info=MetaInfo(finish_reason={"type": "abort"}))
+    assert part(empty) == NOTHING
+    assert part(reply(ids=(), logprobs=(), spans=())) == NOTHING
 
 
 @pytest.mark.parametrize(
-    ("spans", "expected"),
+    ("spans", "kept", "expected"),
     [
-        ([("1.3", 0, 1), ("1.4", 1, 3)], [(V3, 1, False), (V4, 2, True)]),
-        ([("1.4", 0, 3)], [(V4, 3, True)]),
+        ([("1.3", 0, 1), ("1.4", 1, 3)], {V4}, [(V3, 1, False), (V4, 2, True)]),
+        ([("1.3", 0, 1), ("1.4", 1, 3)], {}, [(V3, 1, False), (V4, 2, False)]),
+        # a prompt that was sent under 1.3 and begun under 1.4
+        ([("1.4", 0, 3)], {V4}, [(V4, 3, True)]),
+        ([("1.4", 0, 3)], {}, [(V4, 3, False)]),
+        # the newest update decides
         (
-            [("1.3", 0, 1), ("1.4", 1, 2), ("1.3", 2, 3)],
-            [(V3, 1, False), (V4, 1, True), (V3, 1, True)],
+            [("1.3", 0, 1), ("1.4", 1, 2), ("1.5", 2, 3)],
+            {V4},
+            [(V3, 1, False), (V4, 1, True), (V5, 1, False)],
+        ),
+        (
+            [("1.3", 0, 1), ("1.4", 1, 2), ("1.5", 2, 3)],
+            {V5},
+            [(V3, 1, False), (V4, 1, False), (V5, 1, True)],
         ),
     ],
 )
-def test_kv_is_mixed_once_the_prefix_may_be_of_other_weights(spans, expected):
-    made = completion(reply(spans=spans))
-    assert [(s.weights, s.num_tokens, s.kv_mixed) for s in made.segments] == expected
+def test_kv_is_mixed_where_the_newest_update_kept_it(spans, kept, expected):
+    assert segments(reply(spans=spans, num_retractions=2), kept) == expected
+
+
+def test_an_engine_that_did_not_recompute_is_not_believed():
+    spans = [("1.3", 0, 1), ("1.4", 1, 2), ("1.5", 2, 3)]
+    assert segments(reply(spans=spans, num_retractions=1)) == [
+        (V3, 1, False),
+        (V4, 1, True),
+        (V5, 1, True),
+    ]
 
 
 def test_without_spans_one_version_is_enough_if_it_did_not_move():
-    assert completion(reply(spans=())).segments[0].num_tokens == 3
+    assert segments(reply(spans=())) == [(V3, 3, False)]
     with pytest.raises(GenerationError, match="spans cover 0 of 3"):
-        completion(reply(spans=(), weight_version="1.4"))
+        part(reply(spans=(), weight_version="1.4"))
 
 
+def test_parts_are_joined_exactly():
+    first = part(reply(finish_reason={"type": "abort"}))
+    second = part(reply((8, 9), (-0.4, -0.5), (("1.3", 0, 1), ("1.4", 1, 2)), num_retractions=1))
+    made = join_parts(
+        [first, NOTHING, second],
+        prompt_token_ids=np.array([1, 2], dtype=np.int32),
+        finish_reason=FinishReason.LENGTH,
+        temperature=0.7,
+    )
+    assert made.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert made.token_ids.dtype == np.int32
+    assert made.behavior_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5])
+    assert made.behavior_logprobs.dtype == np.float32
+    assert made.segments == [Segment(weights=V3, num_tokens=4), Segment(weights=V4, num_tokens=1)]
+    assert (made.finish_reason, made.temperature) == (FinishReason.LENGTH, 0.7)
+    assert made.prompt_token_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("finish_reason", [{"type": "stop"}, {"type": "abort"}])
 @pytest.mark.parametrize(
-    "answer",
+    "changes",
     [
-        reply(logprobs=(-0.1, -0.2)),
-        reply(completion_tokens=4),
-        reply(logprobs=(-0.1, None, -0.3)),
-        reply(logprobs=(-0.1, -0.2, math.nan)),
-        reply(logprobs=(-0.1, -0.2, -math.inf)),
-        reply(spans=(("1.3", 0, 2),)),
-        reply(spans=(("1.3", 0, 1), ("1.4", 2, 3))),
-        reply(spans=(("1.3", 1, 3),)),
-        reply(spans=(("1.3", 0, 4),)),
-        reply(finish_reason=None),
-        reply(finish_reason={"type": "error"}),
-        reply(output_token_logprobs=[(-0.1, 5, None), (-0.2, 9, None), (-0.3, 7, None)]),
+        {"logprobs": (-0.1, -0.2)},
+        {"completion_tokens": 4},
+        {"logprobs": (-0.1, None, -0.3)},
+        {"logprobs": (-0.1, -0.2, math.nan)},
+        {"logprobs": (-0.1, -0.2, -math.inf)},
+        {"spans": (("1.3", 0, 2),)},
+        {"spans": (("1.3", 0, 1), ("1.4", 2, 3))},
+        {"spans": (("1.3", 1, 3),)},
+        {"spans": (("1.3", 0, 4),)},
+        {"output_token_logprobs": [(-0.1, 5, None), (-0.2, 9, None), (-0.3, 7, None)]},
     ],
+    ids=str,
 )
-def test_a_reply_that_does_not_add_up_is_refused_for_good(answer):
+def test_a_reply_that_does_not_add_up_is_refused_for_good(finish_reason, changes):
     with pytest.raises(GenerationError) as caught:
-        completion(answer)
+        part(reply(finish_reason=finish_reason, **changes))
     assert not caught.value.retryable
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        reply(finish_reason={"type": "abort", "message": "Aborted"}),
-        reply(ids=(), logprobs=(), spans=(), finish_reason={"type": "abort"}),
-        reply(ids=(), logprobs=(), spans=()),
-    ],
-)
-def test_an_aborted_reply_is_never_a_completion(answer):
-    with pytest.raises(Aborted) as caught:
-        completion(answer)
-    assert caught.value.retryable
+@pytest.mark.parametrize("finish_reason", [None, {"type": "error"}])
+def test_an_unknown_end_is_refused(finish_reason):
+    with pytest.raises(GenerationError, match="finish reason"):
+        part(reply(finish_reason=finish_reason))
 
 
 def test_tokens_of_unknown_weights_say_that_the_engine_needs_a_sync():
     with pytest.raises(UnknownWeights):
-        completion(reply(spans=(("default", 0, 3),)))
+        part(reply(spans=(("default", 0, 3),)))

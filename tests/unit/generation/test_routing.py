@@ -123,7 +123,7 @@ async def test_an_engine_is_on_probation_between_resume_and_probe():
     (engine,) = Fleet(2).engines
     assert await engine.cleared()
     engine.begin_update()
-    engine.start_probation()
+    engine.start_probation(V1, kv_kept=False)
     held = asyncio.create_task(engine.cleared())
     await asyncio.sleep(0)
     assert not held.done()
@@ -131,7 +131,7 @@ async def test_an_engine_is_on_probation_between_resume_and_probe():
     assert await held
     assert engine.status.weights == V1
     engine.begin_update()
-    engine.start_probation()
+    engine.start_probation(V1, kv_kept=False)
     held = asyncio.create_task(engine.cleared())
     await asyncio.sleep(0)
     engine.condemn("the probe failed")

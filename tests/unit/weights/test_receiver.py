@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from async_grpo.engine_api import Path as Route
+from async_grpo.engine_api import PauseMode
 from async_grpo.errors import WeightSyncError
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.replay_parts import BucketSpec, Probe, Rendezvous, UpdateOrder
@@ -33,11 +34,16 @@ def order(**changes):
 
 
 @asynccontextmanager
-async def receiving(*, timeout_s=2.0, **changes):
+async def receiving(*, timeout_s=2.0, mode=PauseMode.IN_PLACE, **changes):
     async with FakeEngine() as engine:
-        client = HttpEngineClient(engine.url, control_timeout_s=0.5)
+        client = HttpEngineClient(engine.url, control_timeout_s=0.5, vocab_size=64)
         receiver = WeightReceiver(
-            client, engine_id="e", order=order(**changes), rank_offset=2, timeout_s=timeout_s
+            client,
+            engine_id="e",
+            order=order(**changes),
+            rank_offset=2,
+            mode=mode,
+            timeout_s=timeout_s,
         )
         try:
             yield engine, receiver
@@ -48,15 +54,18 @@ async def receiving(*, timeout_s=2.0, **changes):
 async def whole_update(receiver, rendezvous=RENDEZVOUS, previous_group=""):
     await receiver.begin()
     await receiver.receive(rendezvous, previous_group)
-    checksum = await receiver.finish()
+    received = await receiver.finish()
     await receiver.resume()
     await receiver.probe()
-    return checksum
+    return received
 
 
 async def test_the_calls_of_an_update_in_order():
     async with receiving() as (engine, receiver):
-        assert await whole_update(receiver) == await engine.checksum()
+        received = await whole_update(receiver)
+        assert received.checksum == await engine.checksum()
+        assert received.kv_kept
+        assert engine.pauses == [PauseMode.IN_PLACE]
         assert [call.path for call in engine.calls] == [
             Route.PAUSE, Route.BEGIN_UPDATE, Route.INIT_GROUP,
             *[Route.UPDATE_FROM_DISTRIBUTED] * 3,
@@ -71,6 +80,28 @@ async def test_the_calls_of_an_update_in_order():
         assert probe["extra_key"] == "probe-1.3"
         assert probe["logprob_start_len"] == 0
         assert probe["sampling_params"]["temperature"] == 1.0
+
+
+@pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.ABORT])
+async def test_cached_kv_is_dropped_while_paused_unless_it_is_kept(mode):
+    async with receiving(mode=mode) as (engine, receiver):
+        received = await whole_update(receiver)
+        assert not received.kv_kept
+        calls = [call.path for call in engine.calls]
+        assert calls.index(Route.END_UPDATE) < calls.index(Route.FLUSH_CACHE)
+        assert calls.index(Route.FLUSH_CACHE) < calls.index(Route.CONTINUE)
+        assert engine.pauses == [mode]
+
+
+async def test_a_refused_flush_is_told_and_a_lost_one_fails():
+    async with receiving(mode=PauseMode.RETRACT) as (engine, receiver):
+        engine.fail_next(Route.FLUSH_CACHE, Fault.REFUSE)
+        assert (await whole_update(receiver)).kv_kept
+    async with receiving(mode=PauseMode.RETRACT) as (engine, receiver):
+        engine.fail_next(Route.FLUSH_CACHE, Fault.HANG)
+        with pytest.raises(WeightSyncError) as caught:
+            await whole_update(receiver)
+        assert caught.value.phase == "flush"
 
 
 async def test_a_group_that_lives_is_used_again_and_a_fresh_one_replaces_it():
