@@ -64,7 +64,11 @@ class TrainerProcess(Process):
     def _start_from(self) -> Steps:
         """The newest checkpoint, an older one because it is damaged, or one that is no more."""
         world, rng = self.world, self.world.rng
-        choices = [world.checkpoints[-1] if rng.random() < 0.5 else rng.choice(world.checkpoints)]
+        newest = (
+            len(world.checkpoints) if rng.random() < 0.5 else rng.randint(1, len(world.checkpoints))
+        )
+        # an attempt to go on from an older one whose answer was lost makes this one's refusal fair
+        choices = world.checkpoints[:newest][::-1]
         if world.discarded and rng.random() < 0.8:
             choices.insert(0, rng.choice(world.discarded[-3:]))
         while True:
