@@ -20,6 +20,7 @@ from async_grpo.launch.status import Show, StatusLine
 from async_grpo.launch.summary import summarize
 from async_grpo.launch.supervisor import REPLAY, TRAINER, Outcome, RunCommands, Supervisor
 from async_grpo.replay.client import MonitorClient
+from async_grpo.replay.store import Ledger
 from async_grpo.replay_api import StatsReply
 
 ORPHAN_GRACE_S = 1.0
@@ -131,6 +132,8 @@ def take_directory(directory: RunDirectory, config: Config, *, resume: bool) -> 
 
 def _require_resumable(directory: RunDirectory, config: Config) -> None:
     """Refuse another configuration, and a run that has nothing left to do."""
+    if Ledger.is_in_use(directory.ledger):
+        raise ConfigError(f"--resume: the run in {directory.root} is still going on")
     if not directory.config.is_file():
         raise ConfigError(f"--resume: {directory.config} is missing, so nothing can be compared")
     if problems := resume_problems(load_config(directory.config), config):

@@ -26,7 +26,7 @@ class MetricsWriter:
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter  # imports seconds of other packages
 
-            self._board = SummaryWriter(str(tensorboard), purge_step=first_step or None)
+            self._board = SummaryWriter(str(tensorboard), purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """One train step.

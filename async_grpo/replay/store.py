@@ -58,6 +58,18 @@ class Ledger:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    @staticmethod
+    def is_in_use(path: Path) -> bool:
+        """Whether a replay server holds the ledger now."""
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def _lock(self) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,7 +9,7 @@ import logging
 from async_grpo.config.resume import fixed_values
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
-from async_grpo.errors import AsyncGrpoError, PeerError, RemoteError
+from async_grpo.errors import AsyncGrpoError, ConfigError, PeerError, RemoteError
 from async_grpo.interfaces import TrainerReplay
 from async_grpo.replay_api import ErrorCode, StartTrainerReply
 from async_grpo.training.checkpoint import (
@@ -48,6 +48,7 @@ class Checkpointer:
         self._replay, self._call = replay, call
         self._weights, self._step = weights, step
         self._fixed = fixed_values(config)
+        self._num_train_steps = config.run.num_train_steps
         self._every = config.trainer.checkpoint_every
         self._updates_per_step = config.trainer.updates_per_step
         self._files = CheckpointFiles(directory, keep=config.trainer.keep_checkpoints)
@@ -61,7 +62,7 @@ class Checkpointer:
             That checkpoint, yet to be loaded, or `INITIAL`; and the replay server's answer.
 
         Raises:
-            ConfigError: it was written under another configuration.
+            ConfigError: it was written under another configuration, or is past its last step.
             PeerError: another trainer lives, or the run can go on from no checkpoint.
         """
         refusals: list[str] = []
@@ -72,6 +73,7 @@ class Checkpointer:
                 logger.warning("checkpoint %s is skipped: %s", name, error)
                 continue
             require_same_config(path, read_state(path), self._fixed)
+            self._require_steps_left(name)
             reply = self._ask(name, refusals)
             if reply is not None:
                 self._set_aside_later_than(name)
@@ -89,6 +91,13 @@ class Checkpointer:
             )
         self._set_aside_later_than(INITIAL)
         return INITIAL, reply
+
+    def _require_steps_left(self, name: WeightsName) -> None:
+        if name.policy_version > self._num_train_steps:
+            raise ConfigError(
+                f"run.num_train_steps is {self._num_train_steps}, but checkpoint {name} has "
+                f"{name.policy_version} steps: it may grow, not shrink"
+            )
 
     def _ask(self, name: WeightsName, refusals: list[str]) -> StartTrainerReply | None:
         try:

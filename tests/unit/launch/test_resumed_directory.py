@@ -9,6 +9,7 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError
 from async_grpo.launch.run import take_directory
+from async_grpo.replay.store import Ledger
 
 MINIMAL = """
 run: {{output_dir: {out}, num_train_steps: 4}}
@@ -82,6 +83,18 @@ def test_a_directory_without_its_configuration_is_refused(config_path: Path) -> 
     directory.config.unlink()
     with pytest.raises(ConfigError, match=r"config\.yaml is missing"):
         take_directory(directory, config, resume=True)
+
+
+def test_a_run_that_still_goes_on_is_left_alone(config_path: Path) -> None:
+    _, directory = used(config_path)
+    before = directory.config.read_text()
+    more = load_config(config_path, ["run.num_train_steps=9"])
+    ledger = Ledger(directory.ledger)
+    with pytest.raises(ConfigError, match="still going on"):
+        take_directory(directory, more, resume=True)
+    assert directory.config.read_text() == before
+    ledger.close()
+    take_directory(directory, more, resume=True)
 
 
 def test_checkpoints_are_ordered_by_numbers(tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ def test_another_configuration_is_refused_before_the_run_is_touched(world: World
     world.write((1, 3))
     with pytest.raises(ConfigError, match=r"trainer\.weight_decay: the run has 0\.0, now it is 1"):
         world.trainer("trainer.weight_decay=1.0").start()
+    with pytest.raises(ConfigError, match=r"checkpoint 1\.3 has 3 steps"):
+        world.trainer("run.num_train_steps=2").start()
     assert world.replay.calls == []
     assert world.trainer("run.num_train_steps=99", "trainer.threads=2").start()[0] == (1, 3)
 
