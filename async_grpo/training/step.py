@@ -6,6 +6,7 @@ the batch's own denominator, and what pools tokens over the batch sees all of it
 """
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from async_grpo.algorithms.proximal import (
 from async_grpo.algorithms.sequences import Sequences
 from async_grpo.config.algorithm import AlgorithmSection, Denominator, Proximal
 from async_grpo.config.objective import SURROGATE_KNOBS, needs_whole_batch
+from async_grpo.config.objective_text import objective_line
 from async_grpo.config.trainer import TrainerSection
 from async_grpo.errors import NumericsError
 from async_grpo.training.batching import MicroBatch, TrainSequence, make_microbatches, sequences_of
@@ -30,6 +32,8 @@ from async_grpo.training.objective import group_advantages, make_advantage, make
 from async_grpo.training.optimizer import PolicyOptimizer, learning_rate
 from async_grpo.training.token_facts import BatchTokens, TokenFacts
 from async_grpo.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -79,6 +83,7 @@ class TrainStep:
         self._policy, self._reference = policy, reference
         self._algorithm, self._trainer = algorithm, trainer
         self._objective, self._advantage = make_objective(algorithm), make_advantage(algorithm)
+        logger.info("objective %s: %s", algorithm.preset, objective_line(algorithm))
         self._aggregation = Aggregation(algorithm.aggregation.value)
         self._num_updates = num_train_steps * trainer.updates_per_step
         parameters = ((n, p) for n, p in policy.module.named_parameters() if p.requires_grad)
