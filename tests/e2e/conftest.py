@@ -21,7 +21,7 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "make_toy_model(pathlib.Path(sys.argv[1]), 0, json.loads(sys.argv[2]))\n"
     )
     args = [sys.executable, "-c", code, str(directory), json.dumps(options)]
-    subprocess.run(args, check=True, timeout=120, capture_output=True)
+    subprocess.run(args, check=True, timeout=300, capture_output=True)
     return directory
 
 

@@ -1,0 +1,142 @@
+"""Roles that are started by hand, in every order, and a generator that joins and leaves."""
+
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_run import CONFIG
+
+from async_grpo.analysis.audit import audit
+from async_grpo.config.run_directory import RunDirectory
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
+
+READY = {
+    "replay": "listening at",
+    "trainer": "connecting to the",
+    "generator": "connecting to the",
+}
+"""What each has said once it waits for the others."""
+
+
+class Terminals:
+    """Roles of one run, each started by itself."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.root = root
+        self.directory = RunDirectory(root / "run")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        text = CONFIG.format(root=root, model=model, num_steps=3)
+        (root / "config.yaml").write_text(
+            text.replace("tcp://127.0.0.1:0", address).replace("timeout_s: 60", "timeout_s: 150")
+        )
+
+    def start(self, role: str, *args: str, name: str = "") -> None:
+        name = name or role
+        command = [sys.executable, "-m", "async_grpo", role, str(self.root / "config.yaml"), *args]
+        with (self.root / f"{name}.output").open("wb") as output:
+            self.processes[name] = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def output(self, name: str) -> str:
+        return (self.root / f"{name}.output").read_text(errors="replace")
+
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 150.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            for name, process in self.processes.items():
+                assert process.poll() in (None, 0), f"{name}\n{self.output(name)}"
+            assert time.monotonic() < deadline, f"no {what}\n{self.everything()}"
+            time.sleep(0.05)
+
+    def everything(self) -> str:
+        return "\n".join(f"== {name}\n{self.output(name)[-3000:]}" for name in self.processes)
+
+    def finish(self, timeout_s: float = 200.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        for name, process in self.processes.items():
+            try:
+                code = process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"{name} did not end\n{self.everything()}")
+            assert code == 0, f"{name} ended with {code}\n{self.output(name)}"
+
+    def num_steps(self) -> int:
+        path = self.directory.metrics
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture
+def terminals(tmp_path: Path, toy_model: Path) -> Iterator[Terminals]:
+    found = Terminals(tmp_path, toy_model)
+    yield found
+    for process in found.processes.values():
+        if process.poll() is None:
+            process.terminate()
+    for process in found.processes.values():
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(READY)), ids="-".join)
+def test_any_order(terminals: Terminals, order: tuple[str, ...]) -> None:
+    for role in order:
+        terminals.start(role, *(["--name", "generator-0"] if role == "generator" else []))
+        said = READY[role]
+        terminals.until(lambda name=role, text=said: text in terminals.output(name), f"{role}")
+    terminals.finish()
+    report = audit(terminals.directory.root)
+    assert report.ok, report.to_json()["problems"]
+    assert report.to_json()["trained"] == 3 * 8
+    assert terminals.directory.config.exists()
+    for name in ("replay", "trainer", "generator-0"):
+        assert terminals.directory.role_log(name).stat().st_size > 0
+
+
+def test_a_role_says_whom_it_waits_for(terminals: Terminals) -> None:
+    terminals.start("generator", "--name", "generator-0")
+    line = "waiting for the replay server at tcp://127.0.0.1"
+    terminals.until(lambda: line in terminals.output("generator"), "a line about the server")
+    assert "s left (run.no_progress_timeout_s)" in terminals.output("generator")
+    terminals.start("replay")
+    line = "waiting for a trainer to publish its first weights"
+    terminals.until(lambda: line in terminals.output("generator"), "a line about the trainer")
+    terminals.processes["generator"].terminate()
+    terminals.processes["replay"].terminate()
+    terminals.finish(20)
+
+
+def test_a_second_generator_joins_and_leaves(terminals: Terminals) -> None:
+    steps = "run.num_train_steps=60"
+    terminals.start("replay", steps)
+    terminals.start("trainer", steps)
+    terminals.start("generator", steps, "--name", "generator-0")
+    terminals.until(lambda: terminals.num_steps() >= 3, "step 3")
+    terminals.start("generator", steps, "--name", "generator-1", name="second")
+    witness = terminals.directory.generator_log("generator-1")
+
+    def delivered() -> bool:
+        if not witness.exists():
+            return False
+        lines = [json.loads(line) for line in witness.read_bytes().split(b"\n")[:-1]]
+        return any(line["event"] == "answered" for line in lines)
+
+    terminals.until(delivered, "group of the second generator")
+    assert terminals.num_steps() < 60
+    terminals.processes["second"].terminate()
+    assert terminals.processes["second"].wait(20) == 0, terminals.output("second")
+    terminals.finish()
+    report = audit(terminals.directory.root)
+    assert report.ok, report.to_json()["problems"]
+    assert report.to_json()["trained"] == 60 * 8
