@@ -118,7 +118,7 @@ def test_a_role_says_whom_it_waits_for(terminals: Terminals) -> None:
 
 
 def test_a_second_generator_joins_and_leaves(terminals: Terminals) -> None:
-    steps = "run.num_train_steps=60"
+    steps = "run.num_train_steps=100000"  # it is stopped
     terminals.start("replay", steps)
     terminals.start("trainer", steps)
     terminals.start("generator", steps, "--name", "generator-0")
@@ -133,10 +133,13 @@ def test_a_second_generator_joins_and_leaves(terminals: Terminals) -> None:
         return any(line["event"] == "answered" for line in lines)
 
     terminals.until(delivered, "group of the second generator")
-    assert terminals.num_steps() < 60
     terminals.processes["second"].terminate()
     assert terminals.processes["second"].wait(20) == 0, terminals.output("second")
-    terminals.finish()
+    before = terminals.num_steps()
+    terminals.until(lambda: terminals.num_steps() > before, "step without the second generator")
+    for name in ("trainer", "generator", "replay"):
+        terminals.processes[name].terminate()
+        assert terminals.processes[name].wait(60) == 0, terminals.output(name)
     report = audit(terminals.directory.root)
     assert report.ok, report.to_json()["problems"]
-    assert report.to_json()["trained"] == 60 * 8
+    assert report.to_json()["trained"] == terminals.num_steps() * 8

@@ -1,5 +1,6 @@
 """Every mistake of the table, made from the shell: told, with exit code, without traceback."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.engine_api import Path as Route
 from tests.e2e.mistakes import (
     BESIDE_A_SERVER,
     CONFIGURATION,
@@ -21,8 +23,9 @@ from tests.e2e.mistakes import (
     Mistake,
     page,
 )
+from tests.fakes.fake_engine import FakeEngine, Fault
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 CONFIG = """
 run: {{output_dir: {root}/run, num_train_steps: 3, no_progress_timeout_s: 6}}
@@ -158,6 +161,22 @@ def test_two_generators_of_one_name_the_first_one_ends(shell: Shell, server: Ser
             if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 process.wait(20)
+
+
+async def test_an_engine_that_answers_500(shell: Shell, server: Server) -> None:
+    async with FakeEngine() as engine:
+        engine.fail_next(Route.SERVER_INFO, Fault.STATUS_500, times=100_000)
+        command = f"generator @ --name g500 replay.address=$ engine.urls=[{engine.url}]"
+        process = await asyncio.create_subprocess_exec(
+            *shell.arguments(command, server.address), stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(60):
+            _, stderr = await process.communicate()
+    text = stderr.decode()
+    assert process.returncode == 3, text
+    assert "in vain for an engine to answer" in text
+    assert "HTTP 500" in text
+    assert "Traceback" not in text
 
 
 def test_a_full_disk(shell: Shell) -> None:
