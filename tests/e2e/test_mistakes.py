@@ -163,6 +163,24 @@ def test_two_generators_of_one_name_the_first_one_ends(shell: Shell, server: Ser
                 process.wait(20)
 
 
+def test_two_trainers_on_one_run(shell: Shell, server: Server) -> None:
+    args = shell.arguments("trainer @ replay.address=$", server.address)
+    first = subprocess.Popen([*args, "run.no_progress_timeout_s=90"], stderr=subprocess.DEVNULL)
+    try:
+        log = shell.root / "run" / "logs" / "replay.log"
+        deadline = time.monotonic() + 150
+        while "trainer trainer said hello" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        second = subprocess.run(args, capture_output=True, text=True, timeout=150)
+        assert second.returncode == 3, second.stderr
+        assert "this run has a trainer already" in second.stderr
+        assert "Traceback" not in second.stderr
+    finally:
+        first.terminate()
+        first.wait(20)
+
+
 async def test_an_engine_that_answers_500(shell: Shell, server: Server) -> None:
     async with FakeEngine() as engine:
         engine.fail_next(Route.SERVER_INFO, Fault.STATUS_500, times=100_000)
