@@ -61,7 +61,7 @@ docs: $(DEV) ## write the generated pages in docs/
 	$(BIN)/python tools/gen_docs.py
 
 test: $(DEV) ## all tests: unit, contracts, integration, 5,000 simulated schedules, end to end
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2
 	$(BIN)/pytest -q -m e2e tests/e2e
 
 test-e2e: $(DEV) ## only the tests that train with real processes

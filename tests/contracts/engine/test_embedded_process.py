@@ -142,7 +142,12 @@ async def test_a_prompt_half_read_at_an_update_is_read_again(
 async def test_requests_outlast_a_cache_that_is_too_small(config_path: Path) -> None:
     """Running requests are reset and read again; no token or log-prob is lost."""
     config = load_config(
-        config_path, ["engine.context_length=256", "engine.kv_cache_bytes=500_000"]
+        config_path,
+        [
+            "generation.max_new_tokens=200",
+            "engine.context_length=256",
+            "engine.kv_cache_bytes=500_000",
+        ],
     )
     engine = EmbeddedEngine(config, load_model(config))
     engine.start()

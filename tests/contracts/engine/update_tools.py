@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from async_grpo.weights.group import UpdateGroup, join_group, listen
 from tests.contracts.engine.conftest import Subject
 
-TOLERANCE = 1e-5
+TOLERANCE = 2e-5
+"""nats; the random model's log-probs reach -20, where one float32 step is 2e-6"""
 _GROUP_NUMBERS = itertools.count()
 
 

@@ -55,7 +55,13 @@ def test_counted_apart(tmp_path: Path) -> None:
 def test_a_new_trainer_fails_what_was_open(tmp_path: Path) -> None:
     files = evaluated_run()
     files.ledger.append(
-        {"type": "TrainerStarted", "incarnation": 2, "restored_version": 2, "instance": "t2"}
+        {
+            "type": "TrainerStarted",
+            "incarnation": 2,
+            "restored_version": 2,
+            "restored_incarnation": 1,
+            "instance": "t2",
+        }
     )
 
     report = audit(files.write(tmp_path))
