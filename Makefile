@@ -62,10 +62,10 @@ docs: $(DEV) ## write the generated pages in docs/
 
 test: $(DEV) ## all tests: unit, contracts, integration, 5,000 simulated schedules, end to end
 	$(BIN)/pytest -q -n 2
-	$(BIN)/pytest -q -m e2e tests/e2e
+	$(BIN)/pytest -q -n 2 -m e2e tests/e2e
 
 test-e2e: $(DEV) ## only the tests that train with real processes
-	$(BIN)/pytest -q -m e2e tests/e2e
+	$(BIN)/pytest -q -n 2 -m e2e tests/e2e
 
 simulate: $(DEV) ## 100,000 simulated schedules of crashes, delays and losses
 	$(BIN)/python -m tests.simulation.run --schedules 100000 --workers 2
