@@ -175,13 +175,16 @@ class Kernel:
         self.changed = True
 
     def check_live(self) -> None:
-        """A publish goes live once nothing is expected of any cell and one engine has it."""
+        """A publish goes live once nothing is expected of any cell and one engine has its weights.
+
+        By their name: an earlier publish of the same weights may have brought them.
+        """
         versions = self.state.versions
         for publish in self.desk.publishes:
             weights = publish.record.weights
             if (
                 publish.settled
-                and publish.committed
+                and (publish.committed or self.serves(weights))
                 and weights.incarnation == versions.incarnation
                 and (versions.live is None or weights > versions.live)
             ):
@@ -192,6 +195,10 @@ class Kernel:
                 self.open_evaluation()
 
     # -- questions ----------------------------------------------------------------------------
+
+    def serves(self, weights: WeightsName) -> bool:
+        """Whether an engine says that it serves these weights, or later ones."""
+        return any(member.has_weights(weights) for member, _ in self.members.engines())
 
     @property
     def over(self) -> str:

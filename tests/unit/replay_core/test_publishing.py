@@ -227,3 +227,21 @@ def test_overdue_watch_is_told_the_present_state() -> None:
     reply: Any = driver.core.empty_reply(Watch(seen=seen.revision, wait_s=1.0), "g#1")
 
     assert reply == seen
+
+
+def test_weights_that_an_earlier_publish_brought_go_live_when_the_newer_one_is_lost() -> None:
+    """Found by simulation (seed 57216): nothing was live, and no engine wished."""
+    driver = Driver()
+    driver.join()
+    driver.start_trainer()
+    driver.generator_beat(engine())
+    first = driver.announce(1, 0).publish_sequence
+    driver.announce(2, 0)
+    driver.restart()
+    driver.join()
+    assert driver.core.live is None
+
+    driver.generator_beat(engine(weights=WeightsName(1, 0), publish_sequence=first))
+
+    assert driver.core.live == WeightsName(1, 0)
+    assert driver.claim() is not None
