@@ -80,7 +80,7 @@ class RemoteError(PeerError):
     """The peer answered with an error.
 
     Attributes:
-        code: a `replay_api.ErrorCode` value.
+        code: a `replay_api.base.ErrorCode` value.
     """
 
     def __init__(self, peer: str, operation: str, code: str, message: str) -> None:

@@ -17,13 +17,9 @@ from async_grpo.engine_api import (
     ServerInfo,
     UpdateFromDistributedRequest,
 )
-from async_grpo.replay_api import (
-    AnnounceReply,
-    DrawReply,
-    StartTrainerReply,
-    WaitCellReply,
-    WatchReply,
-)
+from async_grpo.replay_api.generator import WatchReply
+from async_grpo.replay_api.publishing import AnnounceReply, WaitCellReply
+from async_grpo.replay_api.trainer import DrawReply, StartTrainerReply
 from async_grpo.replay_parts import (
     BucketSpec,
     Cell,

@@ -21,7 +21,7 @@ from async_grpo.launch.summary import summarize
 from async_grpo.launch.supervisor import REPLAY, TRAINER, Outcome, RunCommands, Supervisor
 from async_grpo.replay.client import MonitorClient
 from async_grpo.replay.store import Ledger
-from async_grpo.replay_api import StatsReply
+from async_grpo.replay_api.peers import StatsReply
 
 ORPHAN_GRACE_S = 1.0
 """Budget of engines to notice that their generator is gone."""

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from async_grpo.launch.status import utilization
 from async_grpo.launch.supervisor import REPLAY
-from async_grpo.replay_api import PeerView, StatsReply
+from async_grpo.replay_api.peers import PeerView, StatsReply
 from async_grpo.replay_parts import Role
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"

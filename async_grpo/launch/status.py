@@ -15,7 +15,7 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import PeerError
 from async_grpo.interfaces import Clock
-from async_grpo.replay_api import StatsReply
+from async_grpo.replay_api.peers import StatsReply
 from async_grpo.replay_parts import Role, RoleStatus
 
 _TAIL_BYTES = 65536

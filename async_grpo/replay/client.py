@@ -13,43 +13,44 @@ from collections.abc import Sequence
 from async_grpo.config.schema import Config
 from async_grpo.errors import CodecError, PeerLost, RemoteError, RpcTimeout
 from async_grpo.replay.role_client import ByteBudget, RoleClient
-from async_grpo.replay_api import (
-    AbortCell,
-    Ack,
-    Announce,
-    AnnounceReply,
+from async_grpo.replay_api.base import ErrorCode, Ok
+from async_grpo.replay_api.generator import (
     Claim,
     ClaimReply,
     Credit,
     CreditReply,
-    Draw,
-    DrawReply,
     End,
     EndReply,
     EnginePhase,
-    ErrorCode,
     Evaluated,
+    GeneratorHeartbeat,
+    Insert,
+    InsertReply,
+    Watch,
+    WatchReply,
+)
+from async_grpo.replay_api.peers import HelloReply, Stats, StatsReply
+from async_grpo.replay_api.publishing import (
+    AbortCell,
+    Announce,
+    AnnounceReply,
+    OpenCell,
+    WaitCell,
+    WaitCellReply,
+)
+from async_grpo.replay_api.trainer import (
+    Ack,
+    Draw,
+    DrawReply,
     EvaluationsReply,
     Fetch,
     FetchReply,
     Finish,
-    GeneratorHeartbeat,
-    HelloReply,
-    Insert,
-    InsertReply,
-    Ok,
-    OpenCell,
     Settle,
     StartTrainer,
     StartTrainerReply,
-    Stats,
-    StatsReply,
     TrainerHeartbeat,
-    WaitCell,
-    WaitCellReply,
     WaitEvaluations,
-    Watch,
-    WatchReply,
 )
 from async_grpo.replay_parts import (
     BucketSpec,

@@ -11,7 +11,10 @@ from typing import TypeVar
 from async_grpo.config.schema import Config
 from async_grpo.errors import CodecError, ConfigError, RemoteError, RpcTimeout, VersionMismatch
 from async_grpo.replay.sessions import wait_s
-from async_grpo.replay_api import Error, ErrorCode, Fetch, Hello, HelloReply, Message, Request
+from async_grpo.replay_api.base import Error, ErrorCode, Message
+from async_grpo.replay_api.peers import Hello, HelloReply
+from async_grpo.replay_api.protocol import Request
+from async_grpo.replay_api.trainer import Fetch
 from async_grpo.transport.codec import num_bytes
 from async_grpo.transport.group_header import Frame
 from async_grpo.transport.rpc import Answer, RpcClient, backoff

@@ -11,7 +11,8 @@ from async_grpo.config.load import agreement_digest
 from async_grpo.config.schema import Config
 from async_grpo.errors import PeerError, RpcTimeout
 from async_grpo.replay.link import Link
-from async_grpo.replay_api import WIRE_VERSION, Hello, HelloReply, Leave, Ok
+from async_grpo.replay_api.base import WIRE_VERSION, Ok
+from async_grpo.replay_api.peers import Hello, HelloReply, Leave
 from async_grpo.replay_parts import Dataset, Role
 from async_grpo.transport.waiting import saying
 

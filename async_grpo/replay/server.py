@@ -25,19 +25,11 @@ from async_grpo.replay.core.records import Record, decode_record, encode_record
 from async_grpo.replay.core.settings import CoreSettings
 from async_grpo.replay.sessions import Sessions, refuse, wait_s
 from async_grpo.replay.store import Ledger, PayloadStore
-from async_grpo.replay_api import (
-    Error,
-    ErrorCode,
-    Fetch,
-    FetchReply,
-    Hello,
-    HelloReply,
-    Insert,
-    InsertReply,
-    Leave,
-    Message,
-    Request,
-)
+from async_grpo.replay_api.base import Error, ErrorCode, Message
+from async_grpo.replay_api.generator import Insert, InsertReply
+from async_grpo.replay_api.peers import Hello, HelloReply, Leave
+from async_grpo.replay_api.protocol import Request
+from async_grpo.replay_api.trainer import Fetch, FetchReply
 from async_grpo.transport.codec import GroupLimits, inspect_group
 from async_grpo.transport.group_header import Frame
 from async_grpo.transport.rpc import Incoming, RpcServer

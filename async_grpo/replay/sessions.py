@@ -7,35 +7,29 @@ has a control and a bulk connection. Knows nothing of sockets and of tickets.
 import math
 from dataclasses import dataclass
 
-from async_grpo.replay_api import (
-    WIRE_VERSION,
-    AbortCell,
-    Ack,
-    Announce,
+from async_grpo.replay_api.base import WIRE_VERSION, Error, ErrorCode, Message
+from async_grpo.replay_api.generator import (
     Claim,
     Credit,
-    Draw,
     End,
     EnginePhase,
-    Error,
-    ErrorCode,
     Evaluated,
+    GeneratorHeartbeat,
+    Insert,
+    Watch,
+)
+from async_grpo.replay_api.peers import Hello, Leave, Stats
+from async_grpo.replay_api.protocol import Request
+from async_grpo.replay_api.publishing import AbortCell, Announce, OpenCell, WaitCell
+from async_grpo.replay_api.trainer import (
+    Ack,
+    Draw,
     Fetch,
     Finish,
-    GeneratorHeartbeat,
-    Hello,
-    Insert,
-    Leave,
-    Message,
-    OpenCell,
-    Request,
     Settle,
     StartTrainer,
-    Stats,
     TrainerHeartbeat,
-    WaitCell,
     WaitEvaluations,
-    Watch,
 )
 from async_grpo.replay_parts import Role
 

@@ -11,7 +11,8 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import AsyncGrpoError, ConfigError, PeerError, RemoteError
 from async_grpo.interfaces import TrainerReplay
-from async_grpo.replay_api import ErrorCode, StartTrainerReply
+from async_grpo.replay_api.base import ErrorCode
+from async_grpo.replay_api.trainer import StartTrainerReply
 from async_grpo.training.checkpoint import (
     CheckpointState,
     LedgerPosition,

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from async_grpo.errors import PeerError, PeerLost, RemoteError
 from async_grpo.interfaces import Clock, TrainerReplay
-from async_grpo.replay_api import DrawReply, ErrorCode
+from async_grpo.replay_api.base import ErrorCode
+from async_grpo.replay_api.trainer import DrawReply
 from async_grpo.replay_parts import GeneratedStats, LeasedGroup, RoleStatus
 from async_grpo.transport.waiting import saying
 from async_grpo.types import DropReason, RolloutGroup

@@ -9,7 +9,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from async_grpo.errors import CodecError, VersionMismatch
-from async_grpo.replay_api import WIRE_VERSION, Message, Reply, Request
+from async_grpo.replay_api.base import WIRE_VERSION, Message
+from async_grpo.replay_api.protocol import Reply, Request
 from async_grpo.replay_parts import Struct
 from async_grpo.transport.group_header import Frame
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from async_grpo.errors import CodecError
-from async_grpo.replay_api import WIRE_VERSION
+from async_grpo.replay_api.base import WIRE_VERSION
 from async_grpo.replay_parts import Struct
 from async_grpo.types import (
     Completion,

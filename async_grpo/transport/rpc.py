@@ -19,7 +19,8 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from async_grpo.errors import CodecError, ConfigError, PeerLost, RpcTimeout, VersionMismatch
-from async_grpo.replay_api import Error, ErrorCode, Message, Reply, Request
+from async_grpo.replay_api.base import Error, ErrorCode, Message
+from async_grpo.replay_api.protocol import Reply, Request
 from async_grpo.transport import envelope
 from async_grpo.transport.group_header import Frame
 from async_grpo.transport.sockets import COMMON_OPTIONS, is_large, set_options, taken

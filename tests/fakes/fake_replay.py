@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from async_grpo.replay_api import WatchReply
+from async_grpo.replay_api.generator import WatchReply
 from async_grpo.replay_parts import (
     BucketSpec,
     CellPhase,

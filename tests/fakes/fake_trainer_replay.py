@@ -5,13 +5,9 @@ import queue
 from collections.abc import Sequence
 
 from async_grpo.errors import RemoteError
-from async_grpo.replay_api import (
-    AnnounceReply,
-    DrawReply,
-    ErrorCode,
-    StartTrainerReply,
-    WaitCellReply,
-)
+from async_grpo.replay_api.base import ErrorCode
+from async_grpo.replay_api.publishing import AnnounceReply, WaitCellReply
+from async_grpo.replay_api.trainer import DrawReply, StartTrainerReply
 from async_grpo.replay_parts import (
     BucketSpec,
     Cell,

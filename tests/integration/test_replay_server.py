@@ -22,7 +22,9 @@ from async_grpo.errors import (
 from async_grpo.interfaces import GeneratorReplay, TrainerReplay
 from async_grpo.replay.client import GeneratorClient, MonitorClient, TrainerClient
 from async_grpo.replay.server import ReplayServer
-from async_grpo.replay_api import WIRE_VERSION, Error, ErrorCode, Hello, Insert, InsertReply
+from async_grpo.replay_api.base import WIRE_VERSION, Error, ErrorCode
+from async_grpo.replay_api.generator import Insert, InsertReply
+from async_grpo.replay_api.peers import Hello
 from async_grpo.replay_parts import Dataset, EndStats, Role
 from async_grpo.transport import envelope
 from async_grpo.transport.codec import encode_group

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from async_grpo.replay_api import (
+from async_grpo.replay_api.generator import (
     Claim,
     ClaimReply,
     Credit,
@@ -15,10 +15,10 @@ from async_grpo.replay_api import (
     GeneratorHeartbeat,
     Insert,
     InsertReply,
-    Leave,
     Watch,
     WatchReply,
 )
+from async_grpo.replay_api.peers import Leave
 from async_grpo.replay_parts import (
     CellPhase,
     EndStats,

@@ -10,7 +10,9 @@ from async_grpo.replay.core.kernel import Kernel
 from async_grpo.replay.core.members import Member
 from async_grpo.replay.core.records import Claimed, Dropped, Record, Reissued, Stored, Trained
 from async_grpo.replay.core.tickets import Phase
-from async_grpo.replay_api import Ack, Insert, InsertReply, Reply, Settle
+from async_grpo.replay_api.generator import Insert, InsertReply
+from async_grpo.replay_api.protocol import Reply
+from async_grpo.replay_api.trainer import Ack, Settle
 from async_grpo.replay_parts import GroupSummary, Role
 from async_grpo.types import InsertOutcome, WeightsName
 

@@ -23,7 +23,7 @@ from async_grpo.replay.core.records import (
     WentLive,
 )
 from async_grpo.replay.core.settings import CoreSettings
-from async_grpo.replay_api import StatsReply
+from async_grpo.replay_api.peers import StatsReply
 
 
 @dataclass

@@ -4,25 +4,25 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from async_grpo.replay_api import (
+from async_grpo.replay_api.base import Error, ErrorCode, Ok
+from async_grpo.replay_api.publishing import (
     AbortCell,
-    Ack,
     Announce,
     AnnounceReply,
+    OpenCell,
+    WaitCell,
+    WaitCellReply,
+)
+from async_grpo.replay_api.trainer import (
+    Ack,
     Draw,
     DrawReply,
-    Error,
-    ErrorCode,
     Fetch,
     Finish,
-    Ok,
-    OpenCell,
     Settle,
     StartTrainer,
     StartTrainerReply,
     TrainerHeartbeat,
-    WaitCell,
-    WaitCellReply,
 )
 from async_grpo.replay_parts import (
     Cell,

@@ -15,15 +15,10 @@ from async_grpo.replay.core.core import ReplayCore
 from async_grpo.replay.core.events import Effects, Joined, Received, Tick
 from async_grpo.replay.core.records import decode_record, encode_record
 from async_grpo.replay.core.tickets import HELD
-from async_grpo.replay_api import (
-    Error,
-    ErrorCode,
-    Insert,
-    InsertReply,
-    Leave,
-    Reply,
-    Request,
-)
+from async_grpo.replay_api.base import Error, ErrorCode
+from async_grpo.replay_api.generator import Insert, InsertReply
+from async_grpo.replay_api.peers import Leave
+from async_grpo.replay_api.protocol import Reply, Request
 from async_grpo.replay_parts import Dataset, Role
 from async_grpo.types import InsertOutcome, WeightsName
 from tests.simulation.schedule import Schedule

@@ -16,39 +16,32 @@ from async_grpo.replay.core.records import DatasetAgreed, Record, Released
 from async_grpo.replay.core.settings import CoreSettings
 from async_grpo.replay.core.state import State
 from async_grpo.replay.core.tickets import Phase
-from async_grpo.replay_api import (
-    AbortCell,
-    Ack,
-    Announce,
+from async_grpo.replay_api.base import ErrorCode, Ok
+from async_grpo.replay_api.generator import (
     Claim,
     ClaimReply,
     Credit,
     CreditReply,
-    Draw,
-    DrawReply,
     End,
     EnginePhase,
-    ErrorCode,
     Evaluated,
+    GeneratorHeartbeat,
+    Insert,
+    Watch,
+)
+from async_grpo.replay_api.peers import HelloReply, Leave, PeerView, Stats, StatsReply
+from async_grpo.replay_api.protocol import Reply, Request
+from async_grpo.replay_api.publishing import AbortCell, Announce, OpenCell, WaitCell
+from async_grpo.replay_api.trainer import (
+    Ack,
+    Draw,
+    DrawReply,
     Fetch,
     Finish,
-    GeneratorHeartbeat,
-    HelloReply,
-    Insert,
-    Leave,
-    Ok,
-    OpenCell,
-    PeerView,
-    Reply,
-    Request,
     Settle,
     StartTrainer,
-    Stats,
-    StatsReply,
     TrainerHeartbeat,
-    WaitCell,
     WaitEvaluations,
-    Watch,
 )
 from async_grpo.replay_parts import Role
 from async_grpo.types import ReissueReason, WeightsName

@@ -8,15 +8,9 @@ from async_grpo.replay.core.evaluation import EvalPhase
 from async_grpo.replay.core.kernel import Kernel
 from async_grpo.replay.core.members import Member
 from async_grpo.replay.core.records import EvalClaimed, EvalEnded
-from async_grpo.replay_api import (
-    Claim,
-    End,
-    EndReply,
-    Error,
-    Evaluated,
-    EvaluationsReply,
-    WaitEvaluations,
-)
+from async_grpo.replay_api.base import Error
+from async_grpo.replay_api.generator import Claim, End, EndReply, Evaluated
+from async_grpo.replay_api.trainer import EvaluationsReply, WaitEvaluations
 from async_grpo.types import Ticket
 
 

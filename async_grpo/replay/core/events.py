@@ -7,7 +7,7 @@ durable state, so a core rebuilt from the ledger's records equals the one that w
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_grpo.replay_api import Reply, Request
+from async_grpo.replay_api.protocol import Reply, Request
 from async_grpo.replay_parts import Dataset, Role
 
 

@@ -9,7 +9,8 @@ from async_grpo.replay.core.kernel import Kernel, refuse
 from async_grpo.replay.core.members import Member
 from async_grpo.replay.core.records import Claimed, Made, Stored
 from async_grpo.replay.core.tickets import Phase, TicketState
-from async_grpo.replay_api import (
+from async_grpo.replay_api.base import Error, Ok
+from async_grpo.replay_api.generator import (
     Claim,
     ClaimReply,
     Credit,
@@ -17,11 +18,9 @@ from async_grpo.replay_api import (
     End,
     EndReply,
     EnginePhase,
-    Error,
     GeneratorHeartbeat,
     Insert,
     InsertReply,
-    Ok,
     Watch,
     WatchReply,
 )

@@ -26,7 +26,7 @@ from async_grpo.replay.core.records import (
 from async_grpo.replay.core.settings import CoreSettings
 from async_grpo.replay.core.state import State
 from async_grpo.replay.core.tickets import HELD, Phase, TicketBook, TicketState
-from async_grpo.replay_api import Error, ErrorCode
+from async_grpo.replay_api.base import Error, ErrorCode
 from async_grpo.replay_parts import EndStats, EngineStatus, GroupSummary
 from async_grpo.types import DropReason, ReissueReason, WeightsName
 

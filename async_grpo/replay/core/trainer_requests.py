@@ -18,26 +18,26 @@ from async_grpo.replay.core.records import (
     TrainerStarted,
 )
 from async_grpo.replay.core.tickets import Phase, TicketState
-from async_grpo.replay_api import (
+from async_grpo.replay_api.base import Error, ErrorCode, Ok
+from async_grpo.replay_api.publishing import (
     AbortCell,
-    Ack,
     Announce,
     AnnounceReply,
+    OpenCell,
+    WaitCell,
+    WaitCellReply,
+)
+from async_grpo.replay_api.trainer import (
+    Ack,
     Draw,
     DrawReply,
-    Error,
-    ErrorCode,
     Fetch,
     FetchReply,
     Finish,
-    Ok,
-    OpenCell,
     Settle,
     StartTrainer,
     StartTrainerReply,
     TrainerHeartbeat,
-    WaitCell,
-    WaitCellReply,
 )
 from async_grpo.replay_parts import CellPhase, LeasedGroup
 from async_grpo.types import WeightsName

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from async_grpo.launch.screen import Picture, Screen, clock_text, draw, eta_s, sparkline
-from async_grpo.replay_api import PeerView, StatsReply
+from async_grpo.replay_api.peers import PeerView, StatsReply
 from async_grpo.replay_parts import Role, RoleStatus
 
 

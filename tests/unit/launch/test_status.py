@@ -14,7 +14,7 @@ from async_grpo.errors import ExitCode, PeerLost
 from async_grpo.launch.status import StatusLine, format_status, read_metrics, utilization
 from async_grpo.launch.summary import summarize
 from async_grpo.launch.supervisor import Outcome
-from async_grpo.replay_api import PeerView, StatsReply
+from async_grpo.replay_api.peers import PeerView, StatsReply
 from async_grpo.replay_parts import Role, RoleStatus
 from async_grpo.types import DropReason
 

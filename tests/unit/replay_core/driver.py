@@ -7,22 +7,17 @@ from async_grpo.replay.core.core import ReplayCore
 from async_grpo.replay.core.events import Effects, Joined, Received, Tick
 from async_grpo.replay.core.records import Record, decode_record, encode_record
 from async_grpo.replay.core.settings import CoreSettings
-from async_grpo.replay_api import (
-    Ack,
-    Announce,
+from async_grpo.replay_api.generator import (
     Claim,
     Credit,
-    Draw,
     End,
     EnginePhase,
     GeneratorHeartbeat,
     Insert,
-    OpenCell,
-    Reply,
-    Request,
-    StartTrainer,
-    TrainerHeartbeat,
 )
+from async_grpo.replay_api.protocol import Reply, Request
+from async_grpo.replay_api.publishing import Announce, OpenCell
+from async_grpo.replay_api.trainer import Ack, Draw, StartTrainer, TrainerHeartbeat
 from async_grpo.replay_parts import (
     CellPhase,
     Dataset,

@@ -1,4 +1,6 @@
-from async_grpo.replay_api import Claim, ClaimReply, Error, ErrorCode, Leave, Watch
+from async_grpo.replay_api.base import Error, ErrorCode
+from async_grpo.replay_api.generator import Claim, ClaimReply, Watch
+from async_grpo.replay_api.peers import Leave
 from async_grpo.replay_parts import Dataset
 from async_grpo.types import DropReason, ReissueReason, WeightsName
 from tests.unit.replay_core.driver import Driver, engine, settings

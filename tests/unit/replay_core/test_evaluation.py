@@ -5,19 +5,9 @@ from typing import Any
 
 import pytest
 
-from async_grpo.replay_api import (
-    Claim,
-    ClaimReply,
-    Draw,
-    DrawReply,
-    End,
-    EndReply,
-    Evaluated,
-    EvaluationsReply,
-    Leave,
-    WaitEvaluations,
-    Watch,
-)
+from async_grpo.replay_api.generator import Claim, ClaimReply, End, EndReply, Evaluated, Watch
+from async_grpo.replay_api.peers import Leave
+from async_grpo.replay_api.trainer import Draw, DrawReply, EvaluationsReply, WaitEvaluations
 from async_grpo.replay_parts import EndStats, EvalResult
 from async_grpo.types import DropReason, Ticket, TicketKind, WeightsName
 from tests.unit.replay_core.driver import Driver, engine, settings

@@ -1,5 +1,5 @@
 from async_grpo.config.staleness import OnStale
-from async_grpo.replay_api import Credit, CreditReply
+from async_grpo.replay_api.generator import Credit, CreditReply
 from async_grpo.types import DropReason, ReissueReason, WeightsName
 from tests.unit.replay_core.driver import Driver, engine, settings
 

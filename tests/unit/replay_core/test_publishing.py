@@ -1,6 +1,7 @@
 from typing import Any
 
-from async_grpo.replay_api import AbortCell, WaitCell, WaitCellReply, Watch
+from async_grpo.replay_api.generator import Watch
+from async_grpo.replay_api.publishing import AbortCell, WaitCell, WaitCellReply
 from async_grpo.replay_parts import CellPhase, EngineState
 from async_grpo.types import WeightsName
 from tests.unit.replay_core.driver import Driver, engine, settings

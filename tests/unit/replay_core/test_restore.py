@@ -5,17 +5,11 @@ from async_grpo.replay.core.core import ReplayCore
 from async_grpo.replay.core.prompt_order import PromptOrder
 from async_grpo.replay.core.records import Reissued, decode_record, encode_record
 from async_grpo.replay.core.settings import CoreSettings
-from async_grpo.replay_api import (
-    Error,
-    ErrorCode,
-    Fetch,
-    Finish,
-    Leave,
-    Ok,
-    Settle,
-    WaitCell,
-    Watch,
-)
+from async_grpo.replay_api.base import Error, ErrorCode, Ok
+from async_grpo.replay_api.generator import Watch
+from async_grpo.replay_api.peers import Leave
+from async_grpo.replay_api.publishing import WaitCell
+from async_grpo.replay_api.trainer import Fetch, Finish, Settle
 from async_grpo.replay_parts import CellPhase
 from async_grpo.types import ReissueReason, WeightsName
 from tests.unit.replay_core.driver import Driver, engine, settings

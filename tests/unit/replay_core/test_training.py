@@ -1,17 +1,11 @@
 import pytest
 
 from async_grpo.config.staleness import DrawOrder
-from async_grpo.replay_api import (
-    AbortCell,
-    Error,
-    ErrorCode,
-    Fetch,
-    FetchReply,
-    Finish,
-    Leave,
-    Ok,
-    Watch,
-)
+from async_grpo.replay_api.base import Error, ErrorCode, Ok
+from async_grpo.replay_api.generator import Watch
+from async_grpo.replay_api.peers import Leave
+from async_grpo.replay_api.publishing import AbortCell
+from async_grpo.replay_api.trainer import Fetch, FetchReply, Finish
 from async_grpo.types import DropReason, ReissueReason, WeightsName
 from tests.unit.replay_core.driver import Driver, engine, settings
 

@@ -10,7 +10,7 @@ from async_grpo.config.algorithm import AlgorithmSection
 from async_grpo.config.load import load_config
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.errors import AsyncGrpoError, ConfigError, PeerError, RemoteError
-from async_grpo.replay_api import ErrorCode
+from async_grpo.replay_api.base import ErrorCode
 from async_grpo.training.checkpoint_files import LATEST
 from async_grpo.training.checkpointing import INITIAL, Checkpointer
 from async_grpo.training.step import TrainStep

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import CodecError, VersionMismatch
-from async_grpo.replay_api import Credit, End, EndStats, Hello, Ok, WatchReply
-from async_grpo.replay_parts import Role
+from async_grpo.replay_api.base import Ok
+from async_grpo.replay_api.generator import Credit, End, WatchReply
+from async_grpo.replay_api.peers import Hello
+from async_grpo.replay_parts import EndStats, Role
 from async_grpo.transport import envelope
 from async_grpo.types import DropReason, WeightsName
 

@@ -11,16 +11,10 @@ import zmq
 import zmq.asyncio
 
 from async_grpo.errors import CodecError, ConfigError, PeerLost, RpcTimeout
-from async_grpo.replay_api import (
-    Claim,
-    ClaimReply,
-    Error,
-    ErrorCode,
-    Fetch,
-    FetchReply,
-    Ok,
-    Stats,
-)
+from async_grpo.replay_api.base import Error, ErrorCode, Ok
+from async_grpo.replay_api.generator import Claim, ClaimReply
+from async_grpo.replay_api.peers import Stats
+from async_grpo.replay_api.trainer import Fetch, FetchReply
 from async_grpo.transport import envelope
 from async_grpo.transport.rpc import Incoming, RpcClient, RpcServer, backoff
 
