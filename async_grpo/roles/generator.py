@@ -57,7 +57,7 @@ from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import Clock, GeneratorReplay, RewardPool, Tokenizer
 from async_grpo.replay.client import GeneratorClient
 from async_grpo.replay_parts import RoleStatus
-from async_grpo.roles.generator_start import FirstTicket, require_room
+from async_grpo.roles.generator_start import FirstTicket, Room
 from async_grpo.tasks.held_out import split_task
 from async_grpo.tasks.prompts import PromptSource
 from async_grpo.tasks.registry import make_reward, make_task
@@ -77,6 +77,7 @@ class Generator:
         start_engines: one per engine slot.
         make_client: connections to an engine.
         prompts: prompt of an index.
+        room: of the longest of them.
         tokenizer: of the policy.
         rewards: scores completions.
         witness: record of every group.
@@ -93,6 +94,7 @@ class Generator:
         start_engines: list[StartEngine],
         make_client: MakeClient,
         prompts: PromptSource,
+        room: Room,
         tokenizer: Tokenizer,
         rewards: RewardPool,
         witness: WitnessLog,
@@ -100,6 +102,7 @@ class Generator:
         clock: Clock = time.monotonic,
     ) -> None:
         self._config = config
+        self._room = room
         self._replay = replay
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
@@ -231,6 +234,10 @@ class Generator:
         """Every replay.heartbeat_s, and at once when an engine changes its state."""
         while True:
             self._beat.clear()
+            for engine in self._engines():
+                # before it has weights, and so before it samples anything
+                context = engine.info.context_length
+                self._room.require(context, f"context of engine {engine.engine_id}")
             await self._replay.heartbeat(
                 [slot.status for slot in self._slots], self._runner.claims, self._status()
             )
@@ -299,7 +306,8 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
         timeout_s=config.task.reward_timeout_s,
         unparseable_reward=config.task.unparseable_reward,
     )
-    require_room(config, prompts)
+    room = Room(config, prompts)
+    room.require(config.engine.context_length, "engine.context_length")
     directory = RunDirectory(Path(config.run.output_dir))
     witness = WitnessLog(directory.generator_log(name))
     samples = SampleLog(
@@ -322,6 +330,7 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
                     keys=load_engine_keys(config.engine),
                 ),
                 prompts=prompts,
+                room=room,
                 tokenizer=tokenizer,
                 rewards=rewards,
                 witness=witness,

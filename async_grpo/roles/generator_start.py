@@ -10,6 +10,7 @@ from async_grpo.generation.lifecycle import EngineSlot
 from async_grpo.interfaces import Clock
 from async_grpo.tasks.prompts import PromptSource
 from async_grpo.transport.waiting import INTERVAL_S
+from async_grpo.types import TicketKind
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +66,42 @@ class FirstTicket:
         return "" if self.trainer_seen else "a trainer to publish its first weights"
 
 
-def require_room(config: Config, prompts: PromptSource) -> None:
-    """Refuse a context in which not even the first prompt has room.
+class Room:
+    """Whether the longest prompts and their completions have room in a context.
+
+    A prompt without room would end as `generation_failed` each time it is handed out.
+
+    Args:
+        config: how long completions may be.
+        prompts: of the task.
 
     Raises:
-        ConfigError: names both figures.
+        ConfigError: a prompt cannot be made.
     """
-    context, budget = config.engine.context_length, config.generation.max_new_tokens
-    num_tokens = len(prompts.prompt(0).token_ids)
-    if context and num_tokens + budget > context:
-        raise ConfigError(
-            f"engine.context_length ({context}) is below the {num_tokens} tokens of prompt 0 plus "
-            f"generation.max_new_tokens ({budget}): raise it, or shorten prompts or completions"
-        )
+
+    def __init__(self, config: Config, prompts: PromptSource) -> None:
+        budget, field = config.generation.max_new_tokens, "generation.max_new_tokens"
+        self._needs = [(prompts.longest(), budget, field)]
+        if config.eval.every:
+            if config.eval.max_new_tokens:
+                budget, field = config.eval.max_new_tokens, "eval.max_new_tokens"
+            self._needs.append((prompts.longest(TicketKind.EVAL), budget, field))
+
+    def require(self, context_length: int | None, whose: str) -> None:
+        """Refuse a context that is too short; None: it is not known.
+
+        Args:
+            context_length: in tokens.
+            whose: names it in the message.
+
+        Raises:
+            ConfigError: names the prompt and all figures.
+        """
+        for prompt, budget, field in self._needs:
+            num_tokens = len(prompt.token_ids)
+            if context_length and num_tokens + budget > context_length:
+                raise ConfigError(
+                    f"{whose} ({context_length}) is below the {num_tokens} tokens of prompt "
+                    f"{prompt.index} plus {field} ({budget}): raise it, or shorten prompts or "
+                    "completions"
+                )

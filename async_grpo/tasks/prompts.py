@@ -1,12 +1,18 @@
 """Questions made into prompts: token ids are decided here, once, and are the truth from then on."""
 
 import hashlib
+import heapq
 import json
 
 from async_grpo.errors import ConfigError
 from async_grpo.interfaces import Task, Tokenizer
 from async_grpo.replay_parts import Dataset
 from async_grpo.types import Prompt, TicketKind
+
+_NUM_LOOKED_AT = 10_000
+"""Prompts among which the longest one is sought: a task may have billions."""
+_NUM_COUNTED = 8
+"""Of these, the ones with the most characters that are made into tokens to be counted."""
 
 
 class PromptSource:
@@ -47,12 +53,7 @@ class PromptSource:
                 nothing is held out.
             IndexError: there is no such prompt.
         """
-        task = self._task
-        if kind is TicketKind.EVAL:
-            if self._held_out is None:
-                raise ConfigError("eval: this generator holds no prompts out")
-            task = self._held_out
-        question, answer, metadata = task.question(index)
+        question, answer, metadata = self._part(kind).question(index)
         text = self._chat_text(question) if self._chat_template else question
         return Prompt(
             index=index,
@@ -60,6 +61,27 @@ class PromptSource:
             token_ids=self._token_ids(text, index),
             answer=answer,
             metadata=metadata,
+        )
+
+    def longest(self, kind: TicketKind = TicketKind.TRAIN) -> Prompt:
+        """The prompt with the most tokens, as far as that can be told in a second or so.
+
+        Of the first `_NUM_LOOKED_AT` prompts the `_NUM_COUNTED` with the most characters are
+        tokenized.
+
+        Raises:
+            ConfigError: as `prompt`.
+        """
+        task = self._part(kind)
+
+        def num_characters(index: int) -> int:
+            return len(task.question(index)[0])
+
+        looked_at = range(min(len(task), _NUM_LOOKED_AT))
+        indices = heapq.nlargest(_NUM_COUNTED, looked_at, key=num_characters)
+        return max(
+            (self.prompt(index, kind) for index in indices),
+            key=lambda prompt: len(prompt.token_ids),
         )
 
     def dataset(self) -> Dataset:
@@ -76,6 +98,13 @@ class PromptSource:
         return Dataset(
             fingerprint=hashlib.sha256(shape.encode()).hexdigest()[:16], num_prompts=len(self._task)
         )
+
+    def _part(self, kind: TicketKind) -> Task:
+        if kind is TicketKind.TRAIN:
+            return self._task
+        if self._held_out is None:
+            raise ConfigError("eval: this generator holds no prompts out")
+        return self._held_out
 
     def _chat_text(self, question: str) -> str:
         messages = [{"role": "user", "content": question}]

@@ -22,6 +22,7 @@ from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import RewardPool
 from async_grpo.replay_parts import CellPhase
 from async_grpo.roles.generator import Generator
+from async_grpo.roles.generator_start import Room
 from async_grpo.tasks.held_out import split_task
 from async_grpo.tasks.prompts import PromptSource
 from async_grpo.tasks.reverse import ReverseTask
@@ -85,6 +86,11 @@ class FakeHandle:
         self.url = engine.url
         self._ended = asyncio.Event()
 
+    @property
+    def ended(self) -> bool:
+        """It was killed or terminated."""
+        return self._ended.is_set()
+
     async def wait(self) -> str:
         await self._ended.wait()
         return "the fake process ended"
@@ -115,6 +121,7 @@ class World:
         owned: bool = True,
         manual: bool = False,
         slots: int = 64,
+        context_length: int = 512,
         rewards: RewardPool | None = None,
         max_restarts: int = 2,
         group_timeout_s: float = 30.0,
@@ -143,6 +150,7 @@ class World:
         self._owned = owned
         self._manual = manual
         self._slots = slots
+        self._context_length = context_length
         self.witness_path = directory / "witness.jsonl"
         self.samples_path = directory / "samples.jsonl"
         self.failure_expected = False
@@ -154,7 +162,10 @@ class World:
             engine = self.engines[slot]
         else:
             engine = FakeEngine(
-                manual=self._manual, max_running_requests=self._slots, seed=len(self.engines)
+                manual=self._manual,
+                max_running_requests=self._slots,
+                context_length=self._context_length,
+                seed=len(self.engines),
             )
             await engine.start()
             self.engines.append(engine)
@@ -167,6 +178,7 @@ class World:
         """The generator runs inside the block; its failure is raised at the end."""
         tokenizer = LetterTokenizer()
         train_task, held_out = split_task(ReverseTask(seed=0), self.config.eval, seed=0)
+        prompts = PromptSource(train_task, tokenizer, held_out=held_out)
         samples = SampleLog(self.samples_path, generator="gen", max_per_version=4)
         with WitnessLog(self.witness_path) as witness, samples:
             self.generator = Generator(
@@ -177,7 +189,8 @@ class World:
                     partial(self._start_engine, slot) for slot in range(self._num_engines)
                 ],
                 make_client=partial(HttpEngineClient, control_timeout_s=2.0),
-                prompts=PromptSource(train_task, tokenizer, held_out=held_out),
+                prompts=prompts,
+                room=Room(self.config, prompts),
                 tokenizer=tokenizer,
                 rewards=self.rewards,
                 witness=witness,

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from async_grpo.engine_api import Path as Route
-from async_grpo.errors import GenerationError
+from async_grpo.errors import ConfigError, GenerationError
 from async_grpo.replay_parts import CellPhase, Probe
 from async_grpo.types import DropReason, InsertOutcome, RewardOutcome, WeightsName
 from tests.fakes.fake_engine import Fault
@@ -85,6 +85,15 @@ async def test_a_generator_whose_engines_all_die_fails(tmp_path):
         with pytest.raises(GenerationError, match=r"no engine is left.*the fake process ended"):
             await world.task
         world.failure_expected = True
+
+
+async def test_an_engine_without_room_for_the_longest_prompt_is_refused(tmp_path):
+    async with World(tmp_path, context_length=12).running() as world:
+        with pytest.raises(ConfigError, match=r"context of engine gen/0#.* \(12\) is below the"):
+            await world.task
+        world.failure_expected = True
+    assert world.engines[0].num_calls(Route.GENERATE) == 0
+    assert world.handles[0].ended
 
 
 async def test_a_failed_probe_lets_nothing_through(tmp_path):

@@ -27,6 +27,7 @@ from async_grpo.replay.client import GeneratorClient, MonitorClient
 from async_grpo.replay.core.prompt_order import PromptOrder
 from async_grpo.replay_parts import BucketSpec, CellPhase, Probe, Rendezvous
 from async_grpo.roles.generator import Generator
+from async_grpo.roles.generator_start import Room
 from async_grpo.tasks.prompts import PromptSource
 from async_grpo.tasks.reverse import ReverseTask
 from async_grpo.tasks.reward_pool import ProcessRewardPool
@@ -118,6 +119,7 @@ async def generating(config, engine):
             start_engines=[start_engine],
             make_client=partial(HttpEngineClient, control_timeout_s=5.0),
             prompts=prompts,
+            room=Room(config, prompts),
             tokenizer=TOKENIZER,
             rewards=rewards,
             witness=witness,

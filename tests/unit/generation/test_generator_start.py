@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_grpo.errors import PeerLost
-from async_grpo.roles.generator_start import FirstTicket
+from async_grpo.config.load import load_config
+from async_grpo.errors import ConfigError, PeerLost
+from async_grpo.roles.generator_start import FirstTicket, Room
+from async_grpo.types import Prompt, TicketKind
 
 
 def waiting(*slots: SimpleNamespace, timeout_s: float = 100.0, now: float = 0.0) -> FirstTicket:
@@ -52,3 +54,40 @@ async def test_the_countdown(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO), pytest.raises(PeerLost):
         await first.wait(0.001)
     assert "waiting for a trainer to publish its first weights; 90 s left" in caplog.text
+
+
+class Prompts:
+    """Longest prompts of given lengths, of training and held out."""
+
+    def __init__(self, train: int, held_out: int = 0) -> None:
+        self.lengths = {TicketKind.TRAIN: train, TicketKind.EVAL: held_out}
+
+    def longest(self, kind: TicketKind = TicketKind.TRAIN) -> Prompt:
+        return Prompt(index=7, text="", token_ids=[0] * self.lengths[kind], answer="")
+
+
+def room_of(tmp_path, prompts, *overrides):
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {output_dir: o, num_train_steps: 1}\npolicy: {model: m}\n")
+    settings = ["task.name=reverse", "generation.max_new_tokens=20", *overrides]
+    return Room(load_config(path, settings), prompts)
+
+
+def test_a_context_must_hold_the_longest_prompt_and_its_completion(tmp_path):
+    room = room_of(tmp_path, Prompts(10))
+    room.require(30, "engine.context_length")
+    room.require(None, "a server that does not say")
+    message = r"x \(29\) is below the 10 tokens of prompt 7 plus generation.max_new_tokens \(20\)"
+    with pytest.raises(ConfigError, match=message):
+        room.require(29, "x")
+
+
+def test_a_held_out_prompt_needs_room_too(tmp_path):
+    prompts = Prompts(10, held_out=15)
+    room_of(tmp_path, prompts).require(30, "x")
+    with pytest.raises(ConfigError, match=r"15 tokens .*generation.max_new_tokens \(20\)"):
+        room_of(tmp_path, prompts, "eval.every=5").require(30, "x")
+    shorter = room_of(tmp_path, prompts, "eval.every=5", "eval.max_new_tokens=10")
+    shorter.require(30, "x")
+    with pytest.raises(ConfigError, match=r"15 tokens .*eval.max_new_tokens \(16\)"):
+        room_of(tmp_path, prompts, "eval.every=5", "eval.max_new_tokens=16").require(30, "x")

@@ -161,3 +161,28 @@ def test_held_out_prompts_are_those_of_their_own_task(tmp_path):
     assert prompts.dataset() != without.dataset()
     with pytest.raises(ConfigError, match="holds no prompts out"):
         without.prompt(3, TicketKind.EVAL)
+
+
+class Texts:
+    """A task of the given questions."""
+
+    def __init__(self, *texts):
+        self.texts = texts
+
+    def __len__(self):
+        return len(self.texts)
+
+    def fingerprint(self):
+        return str(self.texts)
+
+    def question(self, index):
+        return self.texts[index], "", {}
+
+
+def test_the_longest_prompt_is_the_one_with_the_most_tokens(tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    in_tokens = "abc h g"  # 7 tokens; the one with more characters has 4
+    train = Texts("a", *["ab"] * 2000, in_tokens, "<turn><turn><turn>a", "b")
+    prompts = PromptSource(train, tokenizer, held_out=Texts("a", "abc"))
+    assert prompts.longest() == prompts.prompt(2001)
+    assert prompts.longest(TicketKind.EVAL).text == "abc"
