@@ -1,4 +1,4 @@
-"""Checks at start-up that catch what would otherwise train silently wrong.
+"""Checks of a model that catch what would otherwise train silently wrong.
 
 Each costs two forwards of a few dozen tokens.
 """
@@ -6,31 +6,62 @@ Each costs two forwards of a few dozen tokens.
 import torch
 
 from async_grpo.errors import ConfigError
-from async_grpo.training.model import LogprobRequest, PolicyModel
+from async_grpo.training.model import PolicyModel
+from async_grpo.training.scoring import sequence_logprobs
 
-_HEAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}
+LEAK_TOLERANCE = 1e-5
+"""Largest change of hidden states, relative to the largest of them."""
+HEAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}
 """nats; largest difference between the chunked head and the model's own logits"""
 
 
-@torch.no_grad()
 def check_model(model: PolicyModel, *, seed: int = 0) -> None:
     """Run every check.
 
     Raises:
         ConfigError: this model, with this version of transformers, cannot be trained here.
     """
-    _check_packing(model, seed)
-    _check_head(model, seed)
+    require_no_leak(packing_leak(model, seed))
+    require_plain_head(head_gap(model, seed), model)
 
 
-def _ids(model: PolicyModel, count: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, model.vocab_size, (count,), generator=generator)
-    return ids.to(model.device)
+def require_no_leak(leak: float) -> None:
+    """Refuse a `packing_leak` above the tolerance.
+
+    Raises:
+        ConfigError: packed sequences see each other.
+    """
+    if not leak <= LEAK_TOLERANCE:  # a NaN fails
+        raise ConfigError(
+            f"policy.model: packed sequences see each other (hidden states change by {leak:.3g} of "
+            "their largest); this model or version of transformers does not honor restarting "
+            "position_ids"
+        )
 
 
-def _check_packing(model: PolicyModel, seed: int) -> None:
-    """Two sequences in one row: changing the first must not change the second."""
+def require_plain_head(gap: float, model: PolicyModel) -> None:
+    """Refuse a `head_gap` above the tolerance.
+
+    Raises:
+        ConfigError: the chunked head computes something else than the model's own.
+    """
+    if not gap <= HEAD_TOLERANCE[model.dtype]:
+        raise ConfigError(
+            f"policy.model: log-probs from hidden states differ from the model's logits by "
+            f"{gap:.3g} nats; its head does more than a linear map, which is not supported"
+        )
+
+
+@torch.no_grad()
+def packing_leak(model: PolicyModel, seed: int = 0) -> float:
+    """How much the second of two sequences in one row changes when the first does.
+
+    Returns:
+        The largest change of its hidden states, relative to the largest hidden state.
+
+    Raises:
+        ConfigError: hidden states do not depend on the input at all.
+    """
     first, second = _ids(model, 9, seed), _ids(model, 7, seed + 1)
     position_ids = torch.cat([torch.arange(9), torch.arange(7)])[None].to(model.device)
     changed = (first + 1) % model.vocab_size
@@ -38,35 +69,27 @@ def _check_packing(model: PolicyModel, seed: int) -> None:
         model.hidden_states(torch.cat([head, second])[None], position_ids)
         for head in (first, changed)
     )
-    leak = (before[0, 9:] - after[0, 9:]).abs().max().item()
-    scale = before.abs().max().item()
-    if leak > 1e-5 * scale:
-        raise ConfigError(
-            f"policy.model: packed sequences see each other (hidden states change by {leak:.3g}); "
-            "this model or version of transformers does not honor restarting position_ids"
-        )
     if torch.equal(before[0, :9], after[0, :9]):
         raise ConfigError("policy.model: hidden states do not depend on the input")
+    leak = (before[0, 9:] - after[0, 9:]).abs().max()
+    return (leak / before.abs().max()).item()
 
 
-def _check_head(model: PolicyModel, seed: int) -> None:
-    """The chunked head must agree with the model's own logits (no softcap, scale or bias)."""
+@torch.no_grad()
+def head_gap(model: PolicyModel, seed: int = 0) -> float:
+    """Largest difference (nats) between the chunked head and the model's own logits.
+
+    Its cause would be a softcap, a scale or a bias.
+    """
     ids = _ids(model, 12, seed + 2)
-    positions = torch.arange(11, device=model.device)
-    request = LogprobRequest(
-        input_ids=ids[None, :-1],
-        position_ids=positions[None],
-        rows=positions,
-        targets=ids[1:],
-        temperature=torch.ones(11, dtype=model.accumulation_dtype, device=model.device),
-    )
-    ours, _ = model.logprobs(request)
+    ours, _ = sequence_logprobs(model, ids.tolist())
     output = model.module(input_ids=ids[None, :-1], use_cache=False)
     logits = output.logits[0].to(model.accumulation_dtype)
     theirs = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
-    difference = (ours - theirs).abs().max().item()
-    if difference > _HEAD_TOLERANCE[model.dtype]:
-        raise ConfigError(
-            f"policy.model: log-probs from hidden states differ from the model's logits by "
-            f"{difference:.3g} nats; its head does more than a linear map, which is not supported"
-        )
+    return (ours - theirs).abs().max().item()
+
+
+def _ids(model: PolicyModel, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, model.vocab_size, (count,), generator=generator)
+    return ids.to(model.device)

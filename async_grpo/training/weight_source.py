@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from async_grpo.replay_parts import Probe
-from async_grpo.training.model import LogprobRequest, PolicyModel
+from async_grpo.training.model import PolicyModel
+from async_grpo.training.scoring import sequence_logprobs
 
 _PROBE_TOKENS = 24
 """Enough positions that wrong weights cannot agree by chance, cheap on every engine."""
@@ -30,20 +31,9 @@ class PolicyWeights:
             seen.add(tensor.data_ptr())
             yield name, tensor
 
-    @torch.no_grad()
     def probe(self) -> Probe:
         """Fixed ids and the log-probs that the present weights give them, at temperature 1."""
-        model, count = self._model, _PROBE_TOKENS - 1
-        ids = torch.tensor(self._token_ids, device=model.device)
-        positions = torch.arange(count, device=model.device)
-        request = LogprobRequest(
-            input_ids=ids[None, :-1],
-            position_ids=positions[None],
-            rows=positions,
-            targets=ids[1:],
-            temperature=torch.ones(count, dtype=model.accumulation_dtype, device=model.device),
-        )
-        logprobs, _ = model.logprobs(request)
+        logprobs, _ = sequence_logprobs(self._model, self._token_ids)
         return Probe(
             token_ids=self._token_ids, logprobs=logprobs.tolist(), tolerance=self._tolerance
         )
