@@ -55,6 +55,8 @@ class TokenBatch:
     reference_logprobs: Tensor | None = None
     truncated: Tensor | None = None
     """bool: of a sequence that was cut by its length"""
+    entropy: Tensor | None = None
+    """of pi_theta where the token was sampled, nats, requires grad"""
 
     def required(self, name: str, reason: str) -> Tensor:
         """The optional input `name`.
@@ -86,6 +88,7 @@ class Objective:
     rejection: Mapping[str, MaskFunction] = field(default_factory=dict)
     """name -> mask; a token is trained iff none rejects it"""
     kl: KLRule | None = None
+    entropy_coef: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,8 @@ def policy_loss(
 ) -> PolicyLoss:
     """The objective, token by token.
 
-    per token: kept * (w * surrogate(r, A) + coef * kl), with r = pi_theta / anchor, and
-    w = pi_prox / pi_behavior, bounded and without gradient.
+    per token: kept * (w * surrogate(r, A) + coef * kl - entropy_coef * entropy), with
+    r = pi_theta / anchor, and w = pi_prox / pi_behavior, bounded and without gradient.
 
     Args:
         batch: whole sequences.
@@ -163,6 +166,9 @@ def policy_loss(
         kl = kl_penalty(batch.policy_logprobs, reference, batch.behavior_logprobs, objective.kl)
         losses = losses + objective.kl.coef * kl
         kl = kl.detach()
+    if objective.entropy_coef:
+        entropy = batch.required("entropy", "an entropy bonus")
+        losses = losses - objective.entropy_coef * entropy
     if rejected is None:
         rejected = rejections(batch, objective)
     kept = torch.ones_like(losses, dtype=torch.bool)
@@ -184,6 +190,7 @@ def _require_one_shape(batch: TokenBatch) -> None:
         "behavior_logprobs": batch.behavior_logprobs,
         "reference_logprobs": batch.reference_logprobs,
         "advantages": batch.advantages,
+        "entropy": batch.entropy,
         "sequences": batch.sequences.index,
     }
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items() if tensor is not None}

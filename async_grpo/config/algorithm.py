@@ -249,6 +249,9 @@ class AlgorithmSection:
     gradient."""
     kl_ratio_cap: float = math.inf
     """detached: upper bound of that ratio."""
+    entropy_coef: float = 0.0
+    """Bonus for the entropy of the policy at each trained token, at the sampling temperature; a
+    rejected token has none."""
 
     def problems(self, where: str) -> Iterator[str]:
         """Every complaint about this section."""

@@ -59,8 +59,8 @@ _POSITIVE = (
     "sapo_tau_negative", "dppo_delta_low", "dppo_delta_high", "topr_high", "kl_ratio_cap",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "kl_coef", "advantage_eps", "advantage_min_std", "overlong_buffer_tokens", "ratio_floor",
-    "behavior_weight_floor", "topr_low",
+    "kl_coef", "entropy_coef", "advantage_eps", "advantage_min_std", "overlong_buffer_tokens",
+    "ratio_floor", "behavior_weight_floor", "topr_low",
 )  # fmt: skip
 _OPTIONAL_POSITIVE = (
     "length_limit", "reject_token_low", "reject_token_high", "reject_sequence_low",

@@ -12,6 +12,7 @@ def objective_line(section: "AlgorithmSection") -> str:
     parts = [
         _advantage_text(section), _surrogate_text(section), _weight_text(section),
         *_rejection_texts(section), _aggregation_text(section), _kl_text(section),
+        f"- {section.entropy_coef:g} * entropy of the policy" if section.entropy_coef else "",
     ]  # fmt: skip
     return "; ".join(part for part in parts if part)
 

@@ -14,6 +14,28 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _chunk_gradient(
+    logprobs: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    of_chosen: Tensor | None,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient [n, V] of logits / temperature, from those of chosen log-probs and entropies [n, 1].
+
+    d chosen = one-hot - pi; d entropy = -pi * (log pi + entropy). Overwrites `logprobs` [n, V].
+    """
+    grad_entropy = None
+    if of_entropy is not None:
+        grad_entropy = (logprobs + entropy).mul_(logprobs.exp()).mul_(-of_entropy)
+    if of_chosen is None:
+        return torch.zeros_like(logprobs) if grad_entropy is None else grad_entropy
+    grad = logprobs.exp_().neg_()
+    grad.scatter_add_(-1, targets, torch.ones_like(targets, dtype=grad.dtype))
+    grad *= of_chosen
+    return grad if grad_entropy is None else grad.add_(grad_entropy)
+
+
 class _ChosenLogprobs(torch.autograd.Function):
     """Keeps only the log-sum-exp of each row; the backward makes each chunk's logits again."""
 
@@ -34,16 +56,16 @@ class _ChosenLogprobs(torch.autograd.Function):
             logprobs[part] = chosen - lse[part]
             probabilities = (logits - lse[part, None]).exp_()
             entropy[part] = lse[part] - (probabilities * logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, temperature, lse)
+        ctx.save_for_backward(hidden, weight, targets, temperature, lse, entropy)
         ctx.chunk = chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(
-        ctx: Any, *gradients: Tensor
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, targets, temperature, lse = ctx.saved_tensors
+        hidden, weight, targets, temperature, lse, entropy = ctx.saved_tensors
         dtype = _accumulator(hidden.dtype)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -51,12 +73,14 @@ class _ChosenLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             scale = temperature[part, None]
-            logits = (hidden[part] @ weight.T).to(dtype) / scale
-            # d logprob / d logits = (one-hot - softmax) / temperature
-            grad = logits.sub_(lse[part, None]).exp_().neg_()
-            index = targets[part, None]
-            grad.scatter_add_(-1, index, torch.ones_like(index, dtype=dtype))
-            grad *= gradients[0][part, None] / scale
+            every = ((hidden[part] @ weight.T).to(dtype) / scale).sub_(lse[part, None])
+            grad = _chunk_gradient(
+                every,
+                targets[part, None],
+                entropy[part, None],
+                None if of_logprobs is None else of_logprobs[part, None],
+                None if of_entropy is None else of_entropy[part, None],
+            ).div_(scale)
             if grad_hidden is not None:
                 grad_hidden[part] = grad.to(weight.dtype) @ weight
             if grad_weight is not None:
@@ -82,8 +106,8 @@ def chosen_logprobs(
         chunk_tokens: rows whose logits are made at a time.
 
     Returns:
-        log-probs [N] in nats with gradient to hidden and weight, and entropy [N] in nats without;
-        float32, or float64 for float64 input.
+        log-probs [N] and entropy [N] in nats, both with gradient to hidden and weight (one that
+        nothing uses costs nothing); float32, or float64 for float64 input.
     """
     result: tuple[Tensor, Tensor] = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's apply has no types
         hidden, weight, targets, temperature, chunk_tokens

@@ -74,7 +74,7 @@ class PolicyModel:
         return hidden
 
     def logprobs(self, request: Any) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] of the targets, with gradient, and entropies [N], without; in nats.
+        """Log-probs [N] of the targets and entropies [N], in nats, with gradient.
 
         Args:
             request: a `LogprobRequest` or anything with its fields (`batching.MicroBatch`).

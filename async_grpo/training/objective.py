@@ -53,6 +53,7 @@ def make_objective(section: AlgorithmSection) -> Objective:
         weight=weight,
         rejection=_masks(section),
         kl=kl,
+        entropy_coef=section.entropy_coef,
     )
 
 

@@ -201,9 +201,9 @@ class TrainStep:
     def _accumulate(self, sequences: list[TrainSequence], batch: _Batch) -> float:
         """Gradients of one optimizer update; returns its loss.
 
-        A sequence of advantage 0 has no gradient (without KL, by a built-in surrogate): it counts
-        in the denominator and is scored for the metrics, but not differentiated. If rejection
-        leaves no token to count, the loss is 0.
+        A sequence of advantage 0 has no gradient (without KL or entropy bonus, by a built-in
+        surrogate): it counts in the denominator and is scored for the metrics, but not
+        differentiated. If rejection leaves no token to count, the loss is 0.
         """
         self.optimizer.zero_grad()
         counted = self._counted(sequences, batch)
@@ -220,20 +220,23 @@ class TrainStep:
             for micro in self._microbatches([s for s, _ in part], [n for _, n in part]):
                 with torch.set_grad_enabled(differentiate):
                     logprobs, entropy = self._policy.logprobs(micro)
-                result = self._loss(micro, logprobs, batch)
+                result = self._loss(micro, logprobs, entropy, batch)
                 loss = (result.per_token * micro.weights).sum() / divisor
                 if differentiate:
                     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 total += loss.detach().double().cpu()
-                batch.facts.record(micro, logprobs.detach(), entropy, result)
+                batch.facts.record(micro, logprobs.detach(), entropy.detach(), result)
         return float(total)
 
     def _pulls(self, sequence: TrainSequence) -> bool:
         """Whether the sequence can have a gradient."""
         custom = self._algorithm.surrogate not in SURROGATE_KNOBS
-        return sequence.advantage != 0 or self._reference is not None or custom
+        more = self._reference is not None or self._algorithm.entropy_coef > 0
+        return sequence.advantage != 0 or more or custom
 
-    def _loss(self, micro: MicroBatch, logprobs: Tensor, batch: _Batch) -> PolicyLoss:
+    def _loss(
+        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, batch: _Batch
+    ) -> PolicyLoss:
         slots, tokens, facts = micro.slots, batch.tokens, batch.facts
         if batch.alpha is not None:
             facts.proximal_logprobs[slots] = interpolated_proximal(
@@ -258,6 +261,7 @@ class TrainStep:
             sequences=Sequences.of(tokens.sequences.index[slots]),
             reference_logprobs=reference_logprobs,
             truncated=tokens.truncated[slots],
+            entropy=entropy,
         )
         return policy_loss(given, self._objective, rejected)
 

@@ -130,6 +130,8 @@ def test_a_correction_without_its_input_fails_loudly():
             policy_loss(without(behavior_logprobs=None), objective)
     with pytest.raises(ValueError, match="reference_logprobs"):
         policy_loss(without(reference_logprobs=None), Objective(kl=kl.KLRule(0.1)))
+    with pytest.raises(ValueError, match="entropy"):
+        policy_loss(without(entropy=None), Objective(entropy_coef=0.1))
     with pytest.raises(ValueError, match="truncated"):
         policy_loss(
             without(truncated=None),

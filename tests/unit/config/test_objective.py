@@ -156,6 +156,13 @@ def test_what_corrects_for_nothing_is_warned_of() -> None:
     assert warnings(preset_section("default", proximal="recompute"), updates=2) == []
 
 
+def test_an_entropy_bonus_is_in_the_line_and_never_negative() -> None:
+    line = objective_line(preset_section("default", entropy_coef=0.01))
+    assert line.endswith("; - 0.01 * entropy of the policy")
+    refused = "\n".join(problems(preset_section("default", entropy_coef=-0.1)))
+    assert "algorithm.entropy_coef must be >= 0" in refused
+
+
 def test_an_inert_clip_is_called_inert() -> None:
     default = preset_section("default")
     assert clip_note(default, 1) == "one update per step; the bound is behavior_weight <= 2"

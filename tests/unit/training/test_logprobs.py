@@ -19,9 +19,11 @@ def test_gradients_by_finite_differences(chunk):
     hidden, weight, targets, temperature = inputs()
 
     def function(hidden, weight):
-        return chosen_logprobs(hidden, weight, targets, temperature, chunk_tokens=chunk)[0]
+        return chosen_logprobs(hidden, weight, targets, temperature, chunk_tokens=chunk)
 
     assert torch.autograd.gradcheck(function, (hidden, weight))
+    for one in (0, 1):  # one of the two alone
+        assert torch.autograd.gradcheck(lambda *args: function(*args)[one], (hidden, weight))  # noqa: B023
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
@@ -39,6 +41,22 @@ def test_equals_full_logits(chunk):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_the_gradient_of_the_entropy_is_that_of_full_logits(chunk):
+    hidden, weight, targets, temperature = inputs()
+    upstream = torch.randn(11, 2, dtype=torch.float64)
+    _, entropy = pair = chosen_logprobs(hidden, weight, targets, temperature, chunk_tokens=chunk)
+    ours = torch.autograd.grad((torch.stack(pair, -1) * upstream).sum(), (hidden, weight))
+    full = (hidden @ weight.T / temperature[:, None]).log_softmax(-1)
+    chosen = full.gather(-1, targets[:, None]).squeeze(-1)
+    exact = -(full.exp() * full).sum(-1)
+    both = torch.stack((chosen, exact), -1)
+    theirs = torch.autograd.grad((both * upstream).sum(), (hidden, weight))
+    torch.testing.assert_close(entropy, exact, rtol=0, atol=1e-12)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_low_precision_reduces_in_float32():
     hidden, weight, targets, temperature = inputs(dtype=torch.bfloat16)
     logprobs, entropy = chosen_logprobs(hidden, weight, targets, temperature, chunk_tokens=4)
@@ -52,7 +70,6 @@ def test_only_what_needs_a_gradient_gets_one():
     logprobs, entropy = chosen_logprobs(
         hidden, weight.detach(), targets, temperature, chunk_tokens=4
     )
-    assert not entropy.requires_grad
-    logprobs.sum().backward()
+    (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad is not None
     assert weight.grad is None

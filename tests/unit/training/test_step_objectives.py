@@ -273,6 +273,27 @@ def my_mask(batch):
 NOT_A_FUNCTION = 3
 
 
+def test_an_entropy_bonus_pulls_towards_its_own_gradient_and_on_tied_groups_too():
+    groups = near_groups()
+    for rollout in groups[0].rollouts:
+        rollout.reward = 1.0
+    plain, outcome = step_of(groups, limited("default"))
+    bonus = assert_invariant(groups, limited("default", entropy_coef=0.1))
+    found, _ = step_of(groups, limited("default", entropy_coef=0.1))
+    mean_entropy = float(outcome.tokens.entropy.mean())
+    assert bonus.losses[0] == pytest.approx(outcome.losses[0] - 0.1 * mean_entropy, abs=1e-9)
+    twice, _ = step_of(groups, limited("default", entropy_coef=0.2))
+    assert (found - plain).abs().max() > 1e-6
+    assert_scaled(twice - plain, 2 * (found - plain))
+    policy = tiny_policy()
+    for _ in range(5):
+        _, later = step_of(groups, limited("default", entropy_coef=10.0), policy=policy)
+    assert float(later.tokens.entropy.mean()) > mean_entropy + 0.01
+    everything = limited("default", entropy_coef=0.1, reject_veto=1e6)
+    gradient, _ = step_of(groups, everything)
+    assert not gradient.any()  # rejected tokens have no bonus
+
+
 def test_parts_of_ones_own():
     groups = near_groups()
     section = limited(
