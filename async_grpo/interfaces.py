@@ -111,6 +111,9 @@ class Reward(Protocol):
 class RewardPool(Protocol):
     """Scores texts in other processes."""
 
+    last_error: str
+    """Newest complaint about a reward, naming the prompt; empty: none so far."""
+
     async def score(
         self, completions: Sequence[str], prompt: Prompt
     ) -> list[tuple[RewardOutcome, float, dict[str, float]]]:

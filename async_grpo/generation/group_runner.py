@@ -277,7 +277,8 @@ class GroupRunner:
         if failed:
             found = ", ".join(sorted({outcome.value for outcome in failed}))
             raise _Ended(
-                DropReason.REWARD_FAILED, f"{len(failed)} of {len(scores)} completions: {found}"
+                DropReason.REWARD_FAILED,
+                f"{len(failed)} of {len(scores)} completions: {found} ({self._rewards.last_error})",
             )
         rewards = [reward for _, reward, _ in scores]
         if (

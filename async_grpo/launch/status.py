@@ -65,6 +65,7 @@ class StatusLine:
         self._started = clock()
         self._show = show
         self.last_seen: dict[str, RoleStatus] = {}
+        self._said_errors: dict[str, str] = {}
 
     async def loop(self, address: str) -> None:
         """Print until cancelled; a silent server costs one line that says so."""
@@ -91,8 +92,17 @@ class StatusLine:
                 last_step = steps[-1] if steps else {}
                 total = self._config.run.num_train_steps
                 self._say(f"{self._elapsed()} {format_status(stats, last_step, total)}")
+                self._say_new_errors()
         finally:
             await monitor.close()
+
+    def _say_new_errors(self) -> None:
+        """What went wrong in a role since the line before, each once."""
+        for name, status in self.last_seen.items():
+            error = " ".join(status.last_error.split())
+            if error and error != self._said_errors.get(name):
+                self._said_errors[name] = error
+                self._say(f"{self._elapsed()} last error of {name}: {error}")
 
     def _elapsed(self) -> str:
         seconds = int(self._clock() - self._started)

@@ -7,6 +7,7 @@ from typing import Any
 from async_grpo.analysis.audit import AuditReport, audit
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
+from async_grpo.errors import ExitCode
 from async_grpo.launch.status import read_metrics, utilization
 from async_grpo.launch.supervisor import Outcome
 from async_grpo.replay_parts import RoleStatus
@@ -20,6 +21,7 @@ class Summary:
 
     text: str
     audit_ok: bool
+    """nothing spoke against it"""
 
 
 def summarize(
@@ -44,6 +46,9 @@ def summarize(
     if not directory.ledger.exists():
         lines.append("  audit        nothing to audit: the replay server wrote no ledger")
         return Summary("\n".join(lines), audit_ok=False)
+    if outcome.code is ExitCode.INTERRUPTED:  # who presses Ctrl-C does not wait for a long proof
+        lines.append(f"  audit        not made now: async-grpo audit {directory.root}")
+        return Summary("\n".join(lines), audit_ok=True)
     report = audit(directory.root)
     lines += _books(report)
     return Summary("\n".join(lines), report.ok)

@@ -46,6 +46,9 @@ class ProcessRewardPool:
         workers: processes.
         timeout_s: budget of one completion, and of the first try of a whole group.
         unparseable_reward: reward of a completion without a readable answer; None: it has none.
+
+    Attributes:
+        last_error: newest complaint about the reward, naming the prompt.
     """
 
     def __init__(
@@ -62,7 +65,6 @@ class ProcessRewardPool:
         self._unparseable_reward = unparseable_reward
         self._pool = self._new_pool()
         self.last_error = ""
-        """Newest failure of a reward, for people."""
 
     def _new_pool(self) -> Any:
         return ProcessPool(
@@ -169,6 +171,8 @@ def _start_worker(reward: Reward) -> None:
     _reward = reward
     # the pool's own handler of SIGTERM is Python code, which a hang inside C would delay
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # a Ctrl-C at the terminal is the parent's business: it must not look like a failed reward
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

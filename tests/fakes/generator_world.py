@@ -63,6 +63,7 @@ class ScriptedRewards:
 
     scores: list[tuple[RewardOutcome, float]] | None = None
     texts: list[list[str]] = field(default_factory=list)
+    last_error: str = "prompt 3: on purpose"
 
     async def score(
         self, completions: Sequence[str], prompt: Prompt

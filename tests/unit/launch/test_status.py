@@ -123,6 +123,28 @@ async def test_a_silent_server_does_not_end_the_line(config: Config) -> None:
     assert said[0] == "00:00:00 replay: no answer (gone)"
     assert said[1].startswith("00:00:00 step 2/30 |")
     assert line.last_seen == {"g": GENERATOR, "trainer": TRAINER}
+    assert len(said) == 3, "nothing went wrong in a role"
+
+
+async def test_what_goes_wrong_in_a_role_is_said_once(config: Config) -> None:
+    def hurt(error: str) -> StatsReply:
+        status = RoleStatus(state="generating", last_error=error)
+        peer = PeerView(role=Role.GENERATOR, name="g", heartbeat_age_s=0.1, status=status)
+        return stats(peers=[peer])
+
+    said: list[str] = []
+    failed = "a reward:\n  ValueError"
+    monitor = FakeMonitor([hurt(failed), hurt(failed), hurt("a reply")])
+    line = StatusLine(config, RunDirectory(Path("x")), monitor.open, said.append, clock=lambda: 3)
+    task = asyncio.create_task(line.loop("tcp://127.0.0.1:5"))
+    await monitor.all_told.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [text for text in said if "last error" in text] == [
+        "00:00:00 last error of g: a reward: ValueError",
+        "00:00:00 last error of g: a reply",
+    ]
 
 
 def test_the_summary_of_a_run_that_never_began(config: Config) -> None:
@@ -142,6 +164,14 @@ def test_the_summary_tells_what_last_went_wrong_in_each_role(config: Config) -> 
     summary = summarize(config, RunDirectory(Path(config.run.output_dir)), outcome, seen)
     assert "  last error   g: prompt 3: ValueError: on purpose\n" in summary.text
     assert summary.text.count("last error") == 1
+
+
+def test_ctrl_c_does_not_wait_for_the_audit(config: Config) -> None:
+    directory = RunDirectory(Path(config.run.output_dir))
+    directory.root.mkdir()
+    directory.ledger.write_text("no ledger at all")
+    summary = summarize(config, directory, Outcome(ExitCode.INTERRUPTED, "Ctrl-C"), {})
+    assert f"audit        not made now: async-grpo audit {directory.root}" in summary.text
 
 
 def test_the_summary_tells_what_was_learned_and_that_the_books_do_not_balance(

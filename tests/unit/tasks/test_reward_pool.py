@@ -43,6 +43,13 @@ async def test_each_completion_has_its_own_outcome():
     assert all(math.isnan(reward) for outcome, reward, _ in scores if outcome is not SCORED)
 
 
+async def test_a_ctrl_c_at_the_terminal_is_no_failed_reward():
+    async with pool_of(bad_rewards.pid) as pool:
+        ((_, pid, _),) = await pool.score(["a"], PROMPT)
+        os.kill(int(pid), signal.SIGINT)
+        assert await pool.score(["a"], PROMPT) == [(SCORED, pid, {})]
+
+
 async def test_an_unparseable_completion_gets_the_reward_of_the_configuration():
     async with pool_of(bad_rewards.by_text, unparseable_reward=-0.5) as pool:
         assert await pool.score(["none"], PROMPT) == [(UNPARSEABLE, -0.5, {})]
