@@ -18,7 +18,9 @@ class LaunchSection:
     status_s: float = 5.0
     """Interval of the status line."""
     shutdown_timeout_s: float = 10.0
-    """From the request to stop until processes are killed."""
+    """From a Ctrl-C or SIGTERM to the end of `run`. Six tenths of it are the trainer's, to end its
+    step and to write a checkpoint; then it is killed, and a resumed run goes on from the checkpoint
+    before. Raise it if a step and a checkpoint take longer."""
 
     def problems(self, where: str) -> Iterator[str]:
         """Every complaint about this section."""

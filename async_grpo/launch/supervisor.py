@@ -196,6 +196,9 @@ class Supervisor:
     def _interrupt(self) -> None:
         if self._ended.is_set():
             self._hurry.set()
+        else:
+            limit_s = self._settings.shutdown_timeout_s
+            self._say(f"stopping, within {limit_s:g} s; Ctrl-C again ends it at once")
         self._end(ExitCode.INTERRUPTED, "interrupted by Ctrl-C")
 
     def _fail(self, process: RoleProcess, code: int, exit_code: ExitCode) -> None:
@@ -208,27 +211,43 @@ class Supervisor:
             self._ended.set()
 
     async def _stop(self) -> bool:
-        """End everyone within 0.9 shutdown_timeout_s, the replay server last; True: in order."""
+        """End everyone within 0.75 shutdown_timeout_s, the replay server last; True: in order.
+
+        The rest of the time is for orphans and the summary.
+        """
         budget_s = self._settings.shutdown_timeout_s
+        workers_s = 0.6 * budget_s
         everyone = list(self._processes.values())
-        workers = [process for process in everyone if process.name != REPLAY]
         trainer = self._processes.get(TRAINER)
-        told_by_trainer = trainer is not None and not trainer.running
-        if told_by_trainer and await wait_all(everyone, 0.3 * budget_s, self._hurry):
-            return True
+        if trainer is not None and not trainer.running:  # it has told the others
+            if await wait_all(everyone, 0.3 * budget_s, self._hurry):
+                return True
+            workers_s -= 0.3 * budget_s
+        workers = [process for process in everyone if process.name != REPLAY]
         for process in workers:
             process.terminate()
-        in_order = await wait_all(workers, 0.45 * budget_s, self._hurry)
+        await wait_all(workers, workers_s, self._hurry)
         servers = [process for process in everyone if process.name == REPLAY]
         for process in servers:
             process.terminate()
-        in_order &= await wait_all(servers, 0.15 * budget_s, self._hurry)
-        for process in everyone:
+        await wait_all(servers, 0.15 * budget_s, self._hurry)
+        late = [process for process in everyone if process.running]
+        await self._kill(late)
+        return not late
+
+    async def _kill(self, late: Sequence[RoleProcess]) -> None:
+        """What is left when the time is over, or when a second Ctrl-C has come."""
+        if late and not self._hurry.is_set():
+            names = ", ".join(process.name for process in late)
+            self._say(
+                f"{names} did not end in time and is killed; the trainer ends its step and writes "
+                "a checkpoint: raise launch.shutdown_timeout_s if that takes longer"
+            )
+        for process in late:
             process.kill()
-        if not await wait_all(everyone, KILL_S, asyncio.Event()):
-            names = ", ".join(process.name for process in everyone if process.running)
+        if not await wait_all(late, KILL_S, asyncio.Event()):
+            names = ", ".join(process.name for process in late if process.running)
             self._say(f"still there {KILL_S:.0f} s after SIGKILL: {names}")
-        return in_order
 
 
 def _final_codes(name: str) -> tuple[ExitCode, ...]:

@@ -253,6 +253,7 @@ async def test_who_does_not_listen_is_killed_within_the_time_limit(fake: FakeRun
     assert outcome.code is ExitCode.INTERRUPTED
     assert not outcome.stopped_in_order
     assert waited_s < 2.0
+    assert [line for line in fake.said if "trainer did not end in time and is killed" in line]
     assert processes_in(fake.root) == []
 
 
@@ -265,6 +266,7 @@ async def test_a_second_ctrl_c_does_not_wait(fake: FakeRun) -> None:
     outcome, _ = await send_and_await(signal.SIGINT, task)
     assert outcome.code is ExitCode.INTERRUPTED
     assert processes_in(fake.root) == []
+    assert fake.said == ["stopping, within 600 s; Ctrl-C again ends it at once"]
 
 
 async def test_workers_of_a_role_end_with_it(fake: FakeRun) -> None:
