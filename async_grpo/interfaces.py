@@ -31,6 +31,8 @@ from async_grpo.replay_parts import (
     Probe,
     Rendezvous,
     RoleStatus,
+    UpdateReport,
+    WeightFiles,
 )
 from async_grpo.types import (
     DropReason,
@@ -217,7 +219,13 @@ class GeneratorReplay(Protocol):
         ...
 
     async def report_phase(
-        self, publish_sequence: int, cell_id: int, engine_id: str, phase: CellPhase, detail: str
+        self,
+        publish_sequence: int,
+        cell_id: int,
+        engine_id: str,
+        phase: CellPhase,
+        detail: str,
+        report: UpdateReport | None = None,
     ) -> None:
         """An engine reached a phase of an update."""
         ...
@@ -269,8 +277,9 @@ class TrainerReplay(Protocol):
         plan_hash: str,
         buckets: list[BucketSpec],
         probe: Probe,
+        files: WeightFiles | None = None,
     ) -> AnnounceReply:
-        """Start a publish; freezes the cells."""
+        """Start a publish; freezes the cells. With `files`, each engine loads them for itself."""
         ...
 
     async def open_cell(self, publish_sequence: int, cell_id: int, rendezvous: Rendezvous) -> None:

@@ -178,6 +178,35 @@ class CellPhase(StrEnum):
     FAILED = "failed"
 
 
+class WeightFile(Struct, frozen=True, kw_only=True):
+    """One safetensors file."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+class WeightFiles(Struct, frozen=True, kw_only=True):
+    """One set of weights as files, where no update group carries them."""
+
+    location: str
+    """directory as engines and generators see it, or `http://...` below which trainer rank 0
+    serves them"""
+    files: list[WeightFile]
+
+
+class UpdateReport(Struct, frozen=True, kw_only=True):
+    """What an engine's update was like; for metrics and alarms, no decision is made from it."""
+
+    checksum: str
+    """over all weights, as the engine gives it: comparable between engines of one kind and size"""
+    probe_gap: float
+    """largest |log-prob difference| (nats) between trainer and engine on the probe"""
+    seconds: dict[str, float]
+    """by part: `begin`, `go`, `receive`, `verify`, `probe`; their sum is about the pause that
+    requests saw"""
+
+
 class UpdateOrder(Struct, frozen=True, kw_only=True):
     """A weight update as one generator sees it: state that is pulled and repeated."""
 
@@ -190,6 +219,8 @@ class UpdateOrder(Struct, frozen=True, kw_only=True):
     """their rank offsets"""
     buckets: list[BucketSpec]
     probe: Probe
+    files: WeightFiles | None = None
+    """load these, whenever the engine is ready; there is no `go` then"""
     rendezvous: Rendezvous | None = None
     go: bool = False
     """all engines of the cell have begun and the trainer is in the rendezvous: post the buckets"""

@@ -63,6 +63,8 @@ from async_grpo.replay_parts import (
     Rendezvous,
     Role,
     RoleStatus,
+    UpdateReport,
+    WeightFiles,
 )
 from async_grpo.transport.codec import (
     GroupLimits,
@@ -175,17 +177,24 @@ class GeneratorClient(RoleClient):
         return await self._control.ask(Watch(seen=seen, wait_s=self._poll_s), WatchReply)
 
     async def report_phase(
-        self, publish_sequence: int, cell_id: int, engine_id: str, phase: CellPhase, detail: str
+        self,
+        publish_sequence: int,
+        cell_id: int,
+        engine_id: str,
+        phase: CellPhase,
+        detail: str,
+        report: UpdateReport | None = None,
     ) -> None:
         """An engine reached a phase of an update."""
-        report = EnginePhase(
+        reached = EnginePhase(
             publish_sequence=publish_sequence,
             cell_id=cell_id,
             engine_id=engine_id,
             phase=phase,
             detail=detail[:500],
+            report=report,
         )
-        await self._control.ask(report, Ok)
+        await self._control.ask(reached, Ok)
 
     async def heartbeat(
         self, engines: list[EngineStatus], claims: list[tuple[int, int]], status: RoleStatus
@@ -299,6 +308,7 @@ class TrainerClient(RoleClient):
         plan_hash: str,
         buckets: list[BucketSpec],
         probe: Probe,
+        files: WeightFiles | None = None,
     ) -> AnnounceReply:
         """Start a publish; freezes the cells."""
         announce = Announce(
@@ -309,6 +319,7 @@ class TrainerClient(RoleClient):
             plan_hash=plan_hash,
             buckets=buckets,
             probe=probe,
+            files=files,
         )
         return await self._control.ask(announce, AnnounceReply)
 

@@ -10,6 +10,7 @@ from async_grpo.replay_parts import (
     GroupSummary,
     RoleStatus,
     UpdateOrder,
+    UpdateReport,
 )
 from async_grpo.types import DropReason, InsertOutcome, Ticket, WeightsName
 
@@ -128,6 +129,8 @@ class EnginePhase(Message, frozen=True, kw_only=True, tag="EnginePhase"):
     engine_id: str
     phase: CellPhase
     detail: str = ""
+    report: UpdateReport | None = None
+    """of a commit"""
 
 
 class GeneratorHeartbeat(Message, frozen=True, kw_only=True, tag="GeneratorHeartbeat"):

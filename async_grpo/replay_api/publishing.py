@@ -3,7 +3,15 @@
 from typing import ClassVar
 
 from async_grpo.replay_api.base import Message, Ok
-from async_grpo.replay_parts import BucketSpec, Cell, CellPhase, Probe, Rendezvous
+from async_grpo.replay_parts import (
+    BucketSpec,
+    Cell,
+    CellPhase,
+    Probe,
+    Rendezvous,
+    UpdateReport,
+    WeightFiles,
+)
 from async_grpo.types import WeightsName
 
 
@@ -25,7 +33,10 @@ class Announce(Message, frozen=True, kw_only=True, tag="Announce"):
     """only to engines that wish, as cells of their own"""
     plan_hash: str
     buckets: list[BucketSpec]
+    """empty with `files`"""
     probe: Probe
+    files: WeightFiles | None = None
+    """loaded by each engine for itself; no cell is opened"""
 
 
 class OpenCell(Message, frozen=True, kw_only=True, tag="OpenCell"):
@@ -43,6 +54,8 @@ class WaitCellReply(Message, frozen=True, kw_only=True, tag="WaitCellReply"):
 
     phases: dict[str, CellPhase]
     details: dict[str, str]
+    reports: dict[str, UpdateReport] = {}
+    """of the engines that have committed"""
 
 
 class WaitCell(Message, frozen=True, kw_only=True, tag="WaitCell"):

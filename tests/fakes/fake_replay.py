@@ -25,6 +25,7 @@ from async_grpo.replay_parts import (
     Rendezvous,
     RoleStatus,
     UpdateOrder,
+    UpdateReport,
 )
 from async_grpo.types import DropReason, InsertOutcome, RolloutGroup, Ticket, WeightsName
 from tests.fakes.fake_engine import fake_prompt_logprobs
@@ -51,6 +52,7 @@ class FakeReplay:
         self.ended: list[Ended] = []
         self.evaluated_tickets: list[tuple[Ticket, EndStats, list[tuple[WeightsName, int]]]] = []
         self.phases: list[tuple[int, str, CellPhase, str]] = []
+        self.reports: dict[tuple[int, str], UpdateReport] = {}
         self.engines: list[EngineStatus] = []
         self.claims: list[tuple[int, int]] = []
         self.status: RoleStatus | None = None
@@ -218,8 +220,16 @@ class FakeReplay:
         )
 
     async def report_phase(
-        self, publish_sequence: int, cell_id: int, engine_id: str, phase: CellPhase, detail: str
+        self,
+        publish_sequence: int,
+        cell_id: int,
+        engine_id: str,
+        phase: CellPhase,
+        detail: str,
+        report: UpdateReport | None = None,
     ) -> None:
+        if report is not None:
+            self.reports[publish_sequence, engine_id] = report
         self.phases.append((publish_sequence, engine_id, phase, detail))
         await self.changed()
 

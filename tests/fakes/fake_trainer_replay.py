@@ -19,6 +19,7 @@ from async_grpo.replay_parts import (
     Probe,
     Rendezvous,
     RoleStatus,
+    WeightFiles,
 )
 from async_grpo.types import RolloutGroup, WeightsName
 
@@ -115,6 +116,7 @@ class FakeTrainerReplay:
         plan_hash: str,
         buckets: list[BucketSpec],
         probe: Probe,
+        files: WeightFiles | None = None,
     ) -> AnnounceReply:
         self.calls.append(("announce", number, str(weights), wished_only))
         self.sequence += 1
@@ -129,7 +131,7 @@ class FakeTrainerReplay:
             for index, name in enumerate(chosen)
         ]
         self.cells_of_sequence[self.sequence] = cells
-        self.buckets, self.probe = buckets, probe
+        self.buckets, self.probe, self.files = buckets, probe, files
         return AnnounceReply(publish_sequence=self.sequence, cells=cells)
 
     async def open_cell(self, publish_sequence: int, cell_id: int, rendezvous: Rendezvous) -> None:

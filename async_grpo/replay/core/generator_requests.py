@@ -189,7 +189,9 @@ def watch(kernel: Kernel, member: Member, request: Watch, now: float) -> WatchRe
 def engine_phase(kernel: Kernel, member: Member, request: EnginePhase, now: float) -> Ok:
     """Note how far an engine has come; a report about a publish that is over changes nothing."""
     progress = kernel.desk.cell(request.publish_sequence, request.cell_id)
-    if progress and progress.advance(request.engine_id, request.phase, request.detail):
+    if progress and progress.advance(
+        request.engine_id, request.phase, request.detail, request.report
+    ):
         if request.phase is CellPhase.COMMITTED:
             weights = kernel.desk.weights(request.publish_sequence)
             member.commit(request.engine_id, weights, request.publish_sequence)

@@ -18,6 +18,8 @@ from async_grpo.replay_parts import (
     Probe,
     Rendezvous,
     UpdateOrder,
+    UpdateReport,
+    WeightFiles,
 )
 from async_grpo.types import WeightsName
 
@@ -31,6 +33,7 @@ class CellProgress:
     cell: Cell
     phases: dict[str, CellPhase]
     details: dict[str, str] = field(default_factory=dict)
+    reports: dict[str, UpdateReport] = field(default_factory=dict)
     rendezvous: Rendezvous | None = None
     go: bool = False
     aborted: str = ""
@@ -50,7 +53,9 @@ class CellProgress:
         if self.rendezvous is not None and not self.aborted:
             self.go = self.go or all(phase is CellPhase.BEGUN for phase in self.phases.values())
 
-    def advance(self, engine_id: str, phase: CellPhase, detail: str) -> bool:
+    def advance(
+        self, engine_id: str, phase: CellPhase, detail: str, report: UpdateReport | None = None
+    ) -> bool:
         """An engine reports; returns whether that is news. A commit is true whenever it comes."""
         known = self.phases.get(engine_id)
         if known is None or known is CellPhase.COMMITTED or known is phase:
@@ -61,6 +66,8 @@ class CellProgress:
             return False
         self.phases[engine_id] = phase
         self.details[engine_id] = detail
+        if report is not None:
+            self.reports[engine_id] = report
         self.check_go()
         return True
 
@@ -85,6 +92,7 @@ class Publish:
     record: Announced
     buckets: list[BucketSpec]
     probe: Probe
+    files: WeightFiles | None
     cells: dict[int, CellProgress]
     restored: bool = False
     """its buckets went with a restart of the server: generators are shown nothing of it"""
@@ -125,7 +133,12 @@ class PublishingDesk:
     publishes: list[Publish] = field(default_factory=list)
 
     def announce(
-        self, record: Announced, buckets: list[BucketSpec], probe: Probe, known: set[str]
+        self,
+        record: Announced,
+        buckets: list[BucketSpec],
+        probe: Probe,
+        files: WeightFiles | None,
+        known: set[str],
     ) -> None:
         """A publish begins; an unfinished one is given up; `known`: engines that exist."""
         self.abort_all(f"superseded by publish {record.publish_sequence}")
@@ -136,11 +149,12 @@ class PublishingDesk:
             )
             for cell in record.cells
         }
-        self.publishes.append(Publish(record, buckets, probe, cells))
+        self.publishes.append(Publish(record, buckets, probe, files, cells))
 
     def restore(self, record: Announced) -> None:
         """The newest publish before a restart of the server: whatever is unfinished is over."""
-        self.announce(record, [], Probe(token_ids=[], logprobs=[], tolerance=0.0), set())
+        no_probe = Probe(token_ids=[], logprobs=[], tolerance=0.0)
+        self.announce(record, [], no_probe, None, set())
         self.publishes[-1].restored = True
         self.abort_all("the replay server restarted")
 
@@ -224,6 +238,7 @@ def _order(publish: Publish, progress: CellProgress, engines: list[CellEngine]) 
         ranks=[engine.rank_offset for engine in engines],
         buckets=publish.buckets,
         probe=publish.probe,
+        files=publish.files,
         rendezvous=progress.rendezvous,
         go=progress.go,
         aborted=progress.aborted,

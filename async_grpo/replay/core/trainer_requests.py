@@ -243,7 +243,7 @@ def announce(
     )
     kernel.emit(record)
     known = {engine.engine_id for _, engine in kernel.members.engines()}
-    kernel.desk.announce(record, request.buckets, request.probe, known)
+    kernel.desk.announce(record, request.buckets, request.probe, request.files, known)
     kernel.check_live()
     kernel.notify()
     return AnnounceReply(publish_sequence=record.publish_sequence, cells=cells)
@@ -282,7 +282,7 @@ def cell_now(kernel: Kernel, request: WaitCell) -> WaitCellReply | Error:
     if progress is None:
         return _no_cell(request.publish_sequence, request.cell_id)
     phases, details = progress.view()
-    return WaitCellReply(phases=phases, details=details)
+    return WaitCellReply(phases=phases, details=details, reports=dict(progress.reports))
 
 
 def abort_cell(kernel: Kernel, member: Member, request: AbortCell, now: float) -> Ok | Error:
