@@ -96,6 +96,8 @@ class LeasedGroup(Struct, frozen=True, kw_only=True):
     oldest: WeightsName
     in_queue_s: float
     """seconds since it was stored"""
+    keep_weight: float = 1.0
+    """1 / P(not stale) of groups of its length, at most `staleness.keep_weight_cap`; 1: off"""
 
 
 class GeneratedStats(Struct, frozen=True, kw_only=True):

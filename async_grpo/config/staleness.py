@@ -22,6 +22,13 @@ class OnStale(StrEnum):
     requeue = "requeue"
 
 
+class OverAge(StrEnum):
+    """What a token older than max_staleness does to its group."""
+
+    reject = "reject"
+    mask_tokens = "mask_tokens"
+
+
 @dataclass(kw_only=True)
 class StalenessSection:
     """How old trained tokens may be."""
@@ -32,15 +39,33 @@ class StalenessSection:
     """D: typical run-ahead, held by pacing; null: max_staleness // 2, at least 1 if S > 0."""
     draw_order: DrawOrder = DrawOrder.oldest_version
     """oldest_version (ties by ticket), completion, or ticket (no length bias, slower)."""
+    over_age: OverAge = OverAge.reject
+    """reject a group with a token older than max_staleness, or train it without such tokens
+    (mask_tokens)."""
+    min_fresh_fraction: float = 0.5
+    """mask_tokens: a group is stale once less of its tokens than this may be trained."""
     on_stale: OnStale = OnStale.drop
     """drop the ticket of a stale group, or requeue its prompt as another attempt."""
+    keep_weight_cap: float | None = None
+    """null: off; else a trained group weighs min(1 / P(not stale), this), P by the length of its
+    completions in the run so far, scaled to a mean of 1: undoes the bias to short completions."""
+    force: int | None = None
+    """k: train at staleness k exactly, for studies: pipeline_depth = k, draw_order = ticket, and a
+    step waits until everything admitted is stored. The first k steps train at 0 to k - 1."""
 
     @property
     def depth(self) -> int:
         """The resolved pipeline_depth."""
+        if self.force is not None:
+            return self.force
         if self.pipeline_depth is not None:
             return self.pipeline_depth
         return max(self.max_staleness // 2, min(self.max_staleness, 1))
+
+    @property
+    def order(self) -> DrawOrder:
+        """The resolved draw_order."""
+        return self.draw_order if self.force is None else DrawOrder.ticket
 
     def problems(self, where: str) -> Iterator[str]:
         """Every complaint about this section."""
@@ -52,3 +77,21 @@ class StalenessSection:
                     f"{where}.pipeline_depth ({self.pipeline_depth}) must be <= "
                     f"{where}.max_staleness ({self.max_staleness})"
                 )
+        if not 0 < self.min_fresh_fraction <= 1:
+            yield f"{where}.min_fresh_fraction must be in (0, 1], got {self.min_fresh_fraction}"
+        if self.keep_weight_cap is not None and not self.keep_weight_cap > 1:
+            yield f"{where}.keep_weight_cap must be > 1, got {self.keep_weight_cap}"
+        if self.force is not None:
+            yield from self._force_problems(where, self.force)
+
+    def _force_problems(self, where: str, force: int) -> Iterator[str]:
+        yield from not_negative(where, self, "force")
+        if force > self.max_staleness:
+            yield f"{where}.force ({force}) must be <= {where}.max_staleness ({self.max_staleness})"
+        if self.pipeline_depth not in (None, force):
+            yield (
+                f"{where}.pipeline_depth ({self.pipeline_depth}) must be left out or equal "
+                f"{where}.force ({force})"
+            )
+        if self.draw_order is DrawOrder.completion:
+            yield f"{where}.draw_order=completion has no effect with {where}.force: leave it out"

@@ -76,14 +76,25 @@ class RepeatedAckTrained(ReplayCore):
 
 
 class _AgelessKernel(Kernel):
-    def is_stale(self, ticket_oldest: int, train_version: int) -> bool:
-        return False
+    def why_stale(self, summary: GroupSummary, train_version: int) -> str:
+        return ""
 
 
 class StalenessUnchecked(ReplayCore):
     """Hands out groups of any age."""
 
     kernel_class = _AgelessKernel
+
+
+class _HastyKernel(Kernel):
+    def may_begin(self, train_version: int) -> bool:
+        return True
+
+
+class ForcedStepWaitsForNobody(ReplayCore):
+    """Begins a step of forced staleness while its version's groups are still in flight."""
+
+    kernel_class = _HastyKernel
 
 
 class _LineagelessKernel(Kernel):
@@ -152,6 +163,7 @@ MUTANTS: list[type[ReplayCore]] = [
     LateInsertAccepted,
     RepeatedAckTrained,
     StalenessUnchecked,
+    ForcedStepWaitsForNobody,
     LineageUnchecked,
     LostClaimsKept,
     NeverLiveAgain,

@@ -1,9 +1,10 @@
 """What one seed decides: the run's settings and its faults."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from async_grpo.config.staleness import DrawOrder, OnStale
+from async_grpo.config.staleness import DrawOrder, OnStale, OverAge
 from async_grpo.replay.core.settings import CoreSettings
 
 GROUP_BYTES = (10, 20)
@@ -55,7 +56,7 @@ def schedule_of(seed: int) -> Schedule:
         engines_per_cell=rng.randint(1, 2),
         remembered_tickets=rng.choice([3, 20_000, 20_000]),
     )
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         settings=settings,
         num_prompts=rng.randint(1, 7),
@@ -71,6 +72,26 @@ def schedule_of(seed: int) -> Schedule:
         loss=rng.choice([0.0, 0.03, 0.15]),
         duplication=rng.choice([0.0, 0.03, 0.15]),
         mean_delay_s=rng.choice([0.01, 0.1, 0.5]),
+    )
+    return _with_age_rules(schedule)
+
+
+def _with_age_rules(schedule: Schedule) -> Schedule:
+    """What becomes of old tokens: from a stream of its own, so that the rest stays as it was."""
+    rng = random.Random(f"ages {schedule.seed}")
+    settings = schedule.settings
+    changes: dict[str, Any] = {"keep_weight_cap": rng.choice([None, 3.0])}
+    kind = rng.choice(["reject", "reject", "mask", "forced"])
+    if kind == "mask":
+        changes["over_age"] = OverAge.mask_tokens
+        changes["min_fresh_fraction"] = rng.choice([0.01, 0.5, 1.0])
+    elif kind == "forced":
+        changes["forced"], changes["draw_order"] = True, DrawOrder.ticket
+        changes["max_bytes"] = max(settings.max_bytes, settings.window * GROUP_BYTES[1])
+    return replace(
+        schedule,
+        settings=replace(settings, **changes),
+        publish_every=1 if kind == "forced" else schedule.publish_every,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from async_grpo.config.staleness import OverAge
 from async_grpo.replay.core.records import (
     Announced,
     Claimed,
@@ -24,6 +25,7 @@ from async_grpo.replay.core.records import (
 )
 from async_grpo.replay.core.settings import CoreSettings
 from async_grpo.replay_api.peers import StatsReply
+from async_grpo.types import ReissueReason
 
 
 @dataclass
@@ -33,14 +35,16 @@ class Shadow:
     settings: CoreSettings
     where: dict[int, str] = field(default_factory=dict)
     attempt: dict[int, int] = field(default_factory=dict)
-    tokens: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """of stored groups: (incarnation, version) of each run of tokens"""
+    tokens: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """of stored groups: (incarnation, version, number) of each run of tokens"""
     size: dict[int, int] = field(default_factory=dict)
     draws: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     released: dict[int, tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
     steps: list[list[int]] = field(default_factory=list)
     restored: list[int] = field(default_factory=list)
     settled: int = 0
+    disturbed: int = -1
+    """steps acked when a restart last took stored groups, or a trainer last fell back"""
     live: int | None = None
     sequence: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -90,7 +94,7 @@ class Shadow:
         summary = record.summary
         self._expect(summary.group_id, summary.attempt, "claimed")
         self.where[summary.group_id] = "stored"
-        self.tokens[summary.group_id] = [tuple(name) for name, _ in summary.weights_tokens]
+        self.tokens[summary.group_id] = [(*name, n) for name, n in summary.weights_tokens]
         self.size[summary.group_id] = summary.num_bytes
         held = [group for group, place in self.where.items() if place in ("stored", "leased")]
         used = sum(self.size[group] for group in held)
@@ -105,26 +109,49 @@ class Shadow:
     def _on_reissued(self, record: Reissued) -> None:
         self._expect(record.group_id, record.attempt, "claimed", "stored")
         self._reopen(record.group_id, record.reason.value)
+        if record.reason is ReissueReason.LOST:
+            self.disturbed = len(self.steps)
 
     def _reopen(self, group_id: int, reason: str) -> None:
         self.where[group_id] = "waiting"
         self.attempt[group_id] += 1
         self.reissued[reason] += 1
 
-    def _age(self, group_id: int, version: int) -> int:
-        """Staleness of a group's oldest token in a step from `version`; every one on-lineage."""
-        for incarnation, policy_version in self.tokens[group_id]:
+    def _check_ages(self, group_id: int, version: int) -> None:
+        """A step from `version` may use the group: on-lineage, and no trained token is too old."""
+        settings, runs = self.settings, self.tokens[group_id]
+        for incarnation, policy_version, _ in runs:
             for restored in self.restored[incarnation:]:
                 assert policy_version <= restored, f"group {group_id} is off-lineage"
-        return version - min(policy_version for _, policy_version in self.tokens[group_id])
+        ages = {version - policy_version: 0 for _, policy_version, _ in runs}
+        for _, policy_version, number in runs:
+            ages[version - policy_version] += number
+        if settings.over_age is OverAge.mask_tokens:
+            fresh = sum(n for age, n in ages.items() if age <= settings.max_staleness)
+            wanted = settings.min_fresh_fraction * sum(ages.values())
+            assert fresh >= wanted, f"{fresh} tokens within S, {wanted} wanted"
+            assert fresh > 0, "a group without a token to train"
+        else:
+            assert max(ages) <= settings.max_staleness, f"used at staleness {max(ages)}"
+        if settings.forced:
+            self._check_forced(version, list(ages))
+
+    def _check_forced(self, version: int, ages: list[int]) -> None:
+        """Exactly k, but for the first k steps after a start or a loss of stored groups."""
+        k = self.settings.pipeline_depth
+        assert len(ages) == 1, f"ages {ages} in one group"
+        assert ages[0] <= k, f"staleness {ages[0]} is forced to be {k}"
+        if self.disturbed < 0:
+            assert ages[0] == min(version, k), f"step {version}: staleness {ages[0]}"
+        elif version > self.disturbed + k:
+            assert ages[0] == k, f"step {version}: staleness {ages[0]}, long after {self.disturbed}"
 
     def _on_drawn(self, record: Drawn) -> None:
         assert len(record.groups) == self.settings.groups_per_step, "not groups_per_step groups"
         assert record.incarnation == len(self.restored), "a draw of a fenced incarnation"
         for group in record.groups:
             self._expect(group.group_id, group.attempt, "stored")
-            age = self._age(group.group_id, record.train_version)
-            assert age <= self.settings.max_staleness, f"drawn at staleness {age}"
+            self._check_ages(group.group_id, record.train_version)
             self.where[group.group_id] = "leased"
         groups = [group.group_id for group in record.groups]
         self.draws[record.draw_number] = (record.train_version, groups)
@@ -153,8 +180,7 @@ class Shadow:
         assert expected == (record.step, groups), f"step {record.step} trained other groups"
         for group_id, attempt in record.groups:
             self._expect(group_id, attempt, place)
-            age = self._age(group_id, record.step)
-            assert age <= self.settings.max_staleness, f"trained at staleness {age}"
+            self._check_ages(group_id, record.step)
             self.where[group_id] = "trained"
         self.steps.append(groups)
 
@@ -175,6 +201,8 @@ class Shadow:
             for group_id in groups:
                 self._reopen(group_id, "rolled_back")
         del self.steps[record.restored_version :]
+        if self.restored:
+            self.disturbed = len(self.steps)
         self.restored.append(record.restored_version)
         self.live = None
 

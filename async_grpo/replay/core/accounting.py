@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from async_grpo.replay.core.keeping import KeptByLength
 from async_grpo.replay_parts import EndStats, GeneratedStats, GroupSummary
 from async_grpo.types import DropReason, ReissueReason
 
@@ -15,6 +16,7 @@ class Accounting:
     trained: int = 0
     dropped: Counter[DropReason] = field(default_factory=Counter)
     reissued: Counter[ReissueReason] = field(default_factory=Counter)
+    kept: KeptByLength = field(default_factory=KeptByLength)
     recent: GeneratedStats = field(default_factory=GeneratedStats)
 
     def finish_group(self, figures: GroupSummary | EndStats) -> None:

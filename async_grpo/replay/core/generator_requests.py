@@ -103,21 +103,18 @@ def insert(kernel: Kernel, member: Member, request: Insert, now: float) -> Inser
 
 def _store(kernel: Kernel, ticket: TicketState, summary: GroupSummary, now: float) -> InsertReply:
     """Store a well-formed group of a live claim, unless it is too old or there is no room."""
-    version = kernel.state.versions.policy_version
     if not kernel.on_lineage(summary):
         kernel.reissue(ticket, ReissueReason.SUPERSEDED)
         detail = "sampled by weights that a later incarnation has undone"
         return InsertReply(outcome=InsertOutcome.FENCED, detail=detail)
-    oldest = min(name.policy_version for name, _ in summary.weights_tokens)
-    if kernel.is_stale(oldest, version):
+    if why := kernel.why_refused(summary):
         stats = EndStats(
             num_completions=summary.num_completions,
             num_tokens=summary.num_tokens,
             reward_sum=summary.reward_sum,
         )
-        kernel.end_stale(ticket, version - oldest, stats)
-        detail = f"oldest token is of version {oldest}, {version} steps are trained"
-        return InsertReply(outcome=InsertOutcome.STALE, detail=detail)
+        kernel.end_stale(ticket, why, stats)
+        return InsertReply(outcome=InsertOutcome.STALE, detail=why)
     promised = kernel.reserved.get(ticket.key, -1)
     if promised < summary.num_bytes and not kernel.fits(ticket.key, summary.num_bytes):
         return InsertReply(outcome=InsertOutcome.FULL)

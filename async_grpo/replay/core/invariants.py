@@ -1,5 +1,7 @@
 """What must hold after every event."""
 
+from async_grpo.config.staleness import OverAge
+from async_grpo.replay.core.ages import newest_version
 from async_grpo.replay.core.kernel import Kernel
 from async_grpo.replay.core.tickets import HELD, OPEN, Phase
 
@@ -52,8 +54,13 @@ def _check_bounds(kernel: Kernel) -> None:
     num_open = book.count(*OPEN)
     assert num_open <= left, f"{num_open} open tickets > {left} groups still to train"
     for lease in state.leases.held():
+        train_version = lease.drawn.train_version
         for group in lease.drawn.groups:
-            staleness = lease.drawn.train_version - group.oldest.policy_version
+            staleness = train_version - group.oldest.policy_version
+            if settings.over_age is OverAge.mask_tokens:
+                summary = book.tickets[group.group_id].summary
+                assert summary is not None, f"leased without a summary: {group}"
+                staleness = train_version - newest_version(summary)
             assert staleness <= settings.max_staleness, f"leased beyond S: {group}"
             assert versions.on_lineage(group.oldest), f"leased off-lineage: {group}"
     assert versions.live is None or versions.live.incarnation == versions.incarnation, (

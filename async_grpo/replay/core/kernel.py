@@ -7,9 +7,11 @@ staleness, fencing, repeated acks) are methods here.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from async_grpo.config.staleness import OnStale
+from async_grpo.algorithms.staleness import capacity
+from async_grpo.config.staleness import OnStale, OverAge
+from async_grpo.replay.core.ages import why_not_forced, why_stale
 from async_grpo.replay.core.evaluation import EvalTicket
-from async_grpo.replay.core.leases import Lease, oldest_version
+from async_grpo.replay.core.leases import Lease
 from async_grpo.replay.core.members import Member, Members, may_receive, needs_sync
 from async_grpo.replay.core.publishing import PublishingDesk
 from async_grpo.replay.core.records import (
@@ -120,10 +122,14 @@ class Kernel:
             )
         )
 
-    def reissue(self, ticket: TicketState, reason: ReissueReason) -> None:
+    def reissue(
+        self, ticket: TicketState, reason: ReissueReason, stats: EndStats | None = None
+    ) -> None:
         """End the attempt; its ticket goes on."""
         group_id, attempt = ticket.key
-        self.emit(Reissued(group_id=group_id, attempt=attempt, reason=reason))
+        self.emit(
+            Reissued(group_id=group_id, attempt=attempt, reason=reason, stats=stats or EndStats())
+        )
 
     def lose_claim(self, ticket: TicketState, detail: str) -> None:
         """A claim ended without its generator's doing; too many end the ticket."""
@@ -211,11 +217,29 @@ class Kernel:
         if versions.live is None or self.over:
             return False
         under_way = self.state.book.count(Phase.CLAIMED, Phase.STORED, Phase.LEASED)
-        not_live = versions.num_steps_not_live() * settings.groups_per_step
+        room = capacity(
+            versions.live.policy_version,
+            versions.policy_version,
+            depth=settings.pipeline_depth,
+            groups_per_step=settings.groups_per_step,
+        )
         steps_left = settings.num_train_steps - versions.policy_version
+        return under_way < min(room, settings.groups_per_step * steps_left)
+
+    def may_begin(self, train_version: int) -> bool:
+        """Whether groups for a step from `train_version` may be handed out at all.
+
+        Forced staleness: not before all that this version is to sample is stored. Then nothing is
+        in flight when the next version comes, and the step of k versions later finds its groups.
+        """
+        if not self.settings.forced:
+            return True
+        live = self.state.versions.live
         return (
-            under_way + not_live < settings.window
-            and under_way < settings.groups_per_step * steps_left
+            live is not None
+            and live.policy_version == train_version
+            and not self.state.book.count(Phase.CLAIMED)
+            and not self.admits()
         )
 
     def live_claim(self, group_id: int, attempt: int) -> TicketState | None:
@@ -245,9 +269,19 @@ class Kernel:
         """Whether a trainer may go on from a checkpoint of these weights."""
         return self.state.versions.restorable(weights)
 
-    def is_stale(self, ticket_oldest: int, train_version: int) -> bool:
-        """Whether a step from `train_version` must not use a token of version `ticket_oldest`."""
-        return train_version - ticket_oldest > self.settings.max_staleness
+    def why_stale(self, summary: GroupSummary, train_version: int) -> str:
+        """Why a step from `train_version` must not use the group; empty if it may."""
+        return why_stale(summary, train_version, self.settings)
+
+    def why_refused(self, summary: GroupSummary) -> str:
+        """Why a finished group is not even stored; empty if it is.
+
+        Under `over_age: mask_tokens` age is looked at when a step is known, by `retire`.
+        """
+        version = self.state.versions.policy_version
+        if self.settings.over_age is OverAge.reject and (why := self.why_stale(summary, version)):
+            return why
+        return why_not_forced(summary, version, self.settings)
 
     def retire(self, train_version: int) -> None:
         """End every stored group that a step from `train_version` must not use."""
@@ -255,16 +289,15 @@ class Kernel:
             assert ticket.summary is not None, f"stored group {ticket.key} has no summary"
             if not self.on_lineage(ticket.summary):
                 self.reissue(ticket, ReissueReason.SUPERSEDED)
-            elif self.is_stale(oldest_version(ticket), train_version):
-                self.end_stale(ticket, train_version - oldest_version(ticket))
+            elif why := self.why_stale(ticket.summary, train_version):
+                self.end_stale(ticket, why)
 
-    def end_stale(self, ticket: TicketState, staleness: int, stats: EndStats | None = None) -> None:
+    def end_stale(self, ticket: TicketState, why: str, stats: EndStats | None = None) -> None:
         """The group is too old: its ticket ends, or goes on under `on_stale: requeue`."""
         if self.settings.on_stale is OnStale.requeue:
-            self.reissue(ticket, ReissueReason.REQUEUED)
+            self.reissue(ticket, ReissueReason.REQUEUED, stats)
         else:
-            detail = f"staleness {staleness} > {self.settings.max_staleness}"
-            self.drop(ticket, DropReason.STALE, detail, stats)
+            self.drop(ticket, DropReason.STALE, why, stats)
 
     def acked(self, step: int) -> Trained | None:
         """The surviving record of a step."""
@@ -316,8 +349,3 @@ class Kernel:
 def refuse(message: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> Error:
     """An error reply."""
     return Error(code=code, message=message)
-
-
-def oldest_name(summary: GroupSummary) -> WeightsName:
-    """Weights of the oldest token of an on-lineage group."""
-    return min(name for name, _ in summary.weights_tokens)

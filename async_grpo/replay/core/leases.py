@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from async_grpo.config.staleness import DrawOrder
+from async_grpo.replay.core.ages import oldest_name
 from async_grpo.replay.core.records import Drawn
 from async_grpo.replay.core.tickets import Phase, TicketBook, TicketState
 
@@ -47,12 +48,6 @@ class Leases:
         }
 
 
-def oldest_version(ticket: TicketState) -> int:
-    """policy_version of the oldest token; of an on-lineage group, so versions compare."""
-    assert ticket.summary is not None, f"group {ticket.key} has no summary"
-    return min(weights.policy_version for weights, _ in ticket.summary.weights_tokens)
-
-
 def choose(book: TicketBook, order: DrawOrder, num_groups: int) -> list[TicketState]:
     """The next `num_groups` stored groups by `order`; empty if they are not there yet.
 
@@ -70,5 +65,10 @@ def choose(book: TicketBook, order: DrawOrder, num_groups: int) -> list[TicketSt
             key=lambda ticket: ticket.group_id,
         )
     else:
-        chosen = sorted(stored, key=lambda ticket: (oldest_version(ticket), ticket.group_id))
+        chosen = sorted(stored, key=_oldest_first)
     return chosen[:num_groups] if len(chosen) >= num_groups else []
+
+
+def _oldest_first(ticket: TicketState) -> tuple[int, int]:
+    assert ticket.summary is not None, f"group {ticket.key} has no summary"
+    return oldest_name(ticket.summary).policy_version, ticket.group_id

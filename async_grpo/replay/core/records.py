@@ -64,6 +64,8 @@ class Reissued(_Record, frozen=True, kw_only=True, tag="Reissued"):
     group_id: int
     attempt: int
     reason: ReissueReason
+    stats: EndStats = EndStats()
+    """of a finished group that was not stored"""
 
 
 class Drawn(_Record, frozen=True, kw_only=True, tag="Drawn"):

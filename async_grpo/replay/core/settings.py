@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from async_grpo.config.rules import max_groups
 from async_grpo.config.schema import Config
-from async_grpo.config.staleness import DrawOrder, OnStale
+from async_grpo.config.staleness import DrawOrder, OnStale, OverAge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,12 @@ class CoreSettings:
     max_staleness: int
     pipeline_depth: int
     draw_order: DrawOrder = DrawOrder.oldest_version
+    over_age: OverAge = OverAge.reject
+    min_fresh_fraction: float = 0.5
     on_stale: OnStale = OnStale.drop
+    keep_weight_cap: float | None = None
+    forced: bool = False
+    """train at staleness `pipeline_depth` exactly (`staleness.force`)"""
     seed: int = 0
     max_bytes: int = 1 << 30
     max_groups: int
@@ -46,8 +51,12 @@ class CoreSettings:
             num_train_steps=config.run.num_train_steps,
             max_staleness=staleness.max_staleness,
             pipeline_depth=staleness.depth,
-            draw_order=staleness.draw_order,
+            draw_order=staleness.order,
+            over_age=staleness.over_age,
+            min_fresh_fraction=staleness.min_fresh_fraction,
             on_stale=staleness.on_stale,
+            keep_weight_cap=staleness.keep_weight_cap,
+            forced=staleness.force is not None,
             seed=config.run.seed,
             max_bytes=replay.max_bytes,
             max_groups=max_groups(config),

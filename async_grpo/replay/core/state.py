@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from async_grpo.replay.core.accounting import Accounting
 from async_grpo.replay.core.evaluation import EvalBook
+from async_grpo.replay.core.keeping import length_bin
 from async_grpo.replay.core.leases import Leases
 from async_grpo.replay.core.prompt_order import PromptOrder
 from async_grpo.replay.core.records import (
@@ -35,7 +36,7 @@ from async_grpo.replay.core.records import (
 from async_grpo.replay.core.tickets import LastClaim, Phase, TicketBook
 from async_grpo.replay.core.versions import Versions
 from async_grpo.replay_parts import Dataset, GeneratedStats
-from async_grpo.types import ReissueReason
+from async_grpo.types import DropReason, ReissueReason
 
 
 @dataclass(slots=True)
@@ -83,12 +84,19 @@ def _dropped(state: State, record: Dropped) -> None:
     held = state.book.tickets[record.group_id].summary
     if held is None and record.stats.num_completions:
         state.accounting.finish_group(record.stats)
-    num_tokens = held.num_tokens if held else record.stats.num_tokens
+    figures = held or record.stats
     state.book.drop(record)
-    state.accounting.drop(record.reason, num_tokens)
+    state.accounting.drop(record.reason, figures.num_tokens)
+    if record.reason is DropReason.STALE:
+        state.accounting.kept.stale[length_bin(figures)] += 1
 
 
 def _reissued(state: State, record: Reissued) -> None:
+    held = state.book.tickets[record.group_id].summary
+    if held is None and record.stats.num_completions:
+        state.accounting.finish_group(record.stats)
+    if record.reason is ReissueReason.REQUEUED:
+        state.accounting.kept.stale[length_bin(held or record.stats)] += 1
     state.book.reissue(record)
     state.accounting.reissued[record.reason] += 1
 
@@ -117,7 +125,10 @@ def _store_again(state: State, keys: list[tuple[int, int]]) -> None:
 
 def _trained(state: State, record: Trained) -> None:
     for group_id, _ in record.groups:
-        state.book.move(state.book.tickets[group_id], Phase.TRAINED)
+        ticket = state.book.tickets[group_id]
+        assert ticket.summary is not None, f"trained group {ticket.key} has no summary"
+        state.accounting.kept.trained[length_bin(ticket.summary)] += 1
+        state.book.move(ticket, Phase.TRAINED)
     state.leases.draws.pop(record.draw_number, None)
     state.leases.forget_before(record.step + 1)
     state.versions.train(record)

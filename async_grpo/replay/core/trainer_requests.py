@@ -4,7 +4,8 @@ Each function returns the reply, or None for a long poll that has nothing to say
 after a lost reply, it answers the same and changes nothing.
 """
 
-from async_grpo.replay.core.kernel import Kernel, oldest_name, refuse
+from async_grpo.replay.core.ages import oldest_name
+from async_grpo.replay.core.kernel import Kernel, refuse
 from async_grpo.replay.core.leases import choose
 from async_grpo.replay.core.members import Member
 from async_grpo.replay.core.publishing import freeze_cells
@@ -116,11 +117,13 @@ def _lease(kernel: Kernel, request: Draw, now: float) -> DrawReply | None:
     """Retire what is too old, then take groups if there are enough."""
     settings = kernel.settings
     kernel.retire(request.train_version)
-    chosen = choose(kernel.state.book, settings.draw_order, settings.groups_per_step)
+    chosen = []
+    if kernel.may_begin(request.train_version):
+        chosen = choose(kernel.state.book, settings.draw_order, settings.groups_per_step)
     if not chosen:
         wishes = [engine.engine_id for _, engine in kernel.wishes()]
         return DrawReply(wishes=wishes) if wishes else None
-    groups = [_leased(ticket, now - kernel.stored_at[ticket.group_id]) for ticket in chosen]
+    groups = [_leased(kernel, ticket, now) for ticket in chosen]
     generated = kernel.state.accounting.recent
     kernel.emit(
         Drawn(
@@ -134,8 +137,9 @@ def _lease(kernel: Kernel, request: Draw, now: float) -> DrawReply | None:
     return DrawReply(groups=groups, generated=generated)
 
 
-def _leased(ticket: TicketState, in_queue_s: float) -> LeasedGroup:
+def _leased(kernel: Kernel, ticket: TicketState, now: float) -> LeasedGroup:
     assert ticket.summary is not None, f"stored group {ticket.key} has no summary"
+    cap, kept = kernel.settings.keep_weight_cap, kernel.state.accounting.kept
     return LeasedGroup(
         group_id=ticket.group_id,
         attempt=ticket.attempt,
@@ -143,7 +147,8 @@ def _leased(ticket: TicketState, in_queue_s: float) -> LeasedGroup:
         num_bytes=ticket.summary.num_bytes,
         num_tokens=ticket.summary.num_tokens,
         oldest=oldest_name(ticket.summary),
-        in_queue_s=in_queue_s,
+        in_queue_s=now - kernel.stored_at[ticket.group_id],
+        keep_weight=1.0 if cap is None else kept.weight(ticket.summary, cap),
     )
 
 
