@@ -6,7 +6,7 @@ from dataclasses import fields
 from async_grpo.config.algorithm import Aggregation
 from async_grpo.config.objective import objective_warnings
 from async_grpo.config.schema import Config
-from async_grpo.config.staleness import DrawOrder
+from async_grpo.config.staleness import DrawOrder, OverAge, StalenessSection
 
 BYTES_PER_TOKEN = 8
 """Wire size of one token: int32 id and float32 log-prob."""
@@ -53,8 +53,13 @@ def _cross_section(config: Config) -> Iterator[str]:
             f"staleness.pipeline_depth + 1 ({depth + 1}), or the trainer waits for groups that "
             "only the next publish would admit"
         )
+    if config.staleness.force is not None and config.weights.publish_every != 1:
+        yield (
+            f"weights.publish_every ({config.weights.publish_every}) must be 1 with "
+            "staleness.force: each step's groups are sampled by weights of their own"
+        )
     window = (depth + 1) * per_step
-    in_order = config.staleness.draw_order is DrawOrder.ticket
+    in_order = config.staleness.order is DrawOrder.ticket
     needed_groups = window if in_order else per_step
     because = (
         "(pipeline_depth + 1) * groups_per_step with draw_order=ticket"
@@ -102,11 +107,15 @@ def warnings(config: Config) -> list[str]:
     """What works but is unwise or has no effect."""
     found = []
     bound, depth = config.staleness.max_staleness, config.staleness.depth
-    if 0 < bound < 2 * depth:
+    section = config.staleness
+    if 0 < bound < 2 * depth and section.force is None:
         found.append(
             f"staleness.max_staleness ({bound}) is below twice the pipeline_depth ({depth}): "
             "expect rejected groups and a bias to short completions"
         )
+    masks = section.over_age is OverAge.mask_tokens
+    if not masks and section.min_fresh_fraction != StalenessSection.min_fresh_fraction:
+        found.append("staleness.min_fresh_fraction has no effect without over_age=mask_tokens")
     found += objective_warnings(
         config.algorithm,
         updates_per_step=config.trainer.updates_per_step,
