@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.schema import Config
-from async_grpo.metrics.registry import METRICS
+from async_grpo.metrics.registry import BUCKET_NAMES, METRICS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by tools/gen_docs.py; edit the source instead. -->"
@@ -67,11 +67,24 @@ def configuration_page() -> str:
 def metrics_page() -> str:
     """Every metric."""
     lines = [NOTE, "", "# Metrics", ""]
-    lines += ["One line per train step in `metrics.jsonl`; the same names in TensorBoard.", ""]
-    lines += ["| name | unit | meaning |", "|---|---|---|"]
+    buckets = ", ".join(BUCKET_NAMES)
     lines += [
-        f"| `{metric.name}` | {metric.unit} | {cell(metric.meaning)} |"
+        "One line per train step in `metrics.jsonl`; the same names in TensorBoard. What is not a "
+        "number, such as a mean over nothing, is left out.",
+        "",
+        "Each metric with a * is also there for every range of staleness that has tokens, as "
+        f"`by_staleness/RANGE/NAME` with RANGE of {buckets}, and how many tokens, as "
+        "`by_staleness/RANGE/tokens`. Figures of tokens are over the tokens of that staleness; "
+        "figures of sequences (`*sequence*`, `perplexity/*`) over the sequences whose oldest "
+        "trained token is of it.",
+        "",
+    ]
+    lines += ["| name | | unit | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{metric.name}` | {'*' * metric.by_staleness} | {metric.unit} | "
+        f"{cell(metric.meaning)} |"
         for metric in METRICS.values()
+        if not metric.name.startswith("by_staleness/")
     ]
     return "\n".join([*lines, ""])
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from async_grpo.types import DropReason
 
-_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+BUCKET_NAMES = ("0", "1", "2", "3-4", "5-8", "9+")
+"""as `algorithms.staleness.BUCKETS` has them"""
+_OFF_POLICY = frozenset(
+    {"ratio", "clip", "behavior_weight", "ess", "kl", "chi2", "m2", "perplexity", "rejected",
+     "kept"}
+)  # fmt: skip
+"""first parts of the names that are also kept by staleness"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +22,8 @@ class Metric:
     name: str
     unit: str
     meaning: str
+    by_staleness: bool = False
+    """also kept apart by staleness, as `by_staleness/{bucket}/{name}`"""
 
 
 _DECLARED = (
@@ -52,6 +60,7 @@ _DECLARED = (
     ("ratio/proximal_mean", "", "pi_theta / pi_prox, the ratio that is clipped"),
     ("ratio/proximal_min", "", "smallest of them"),
     ("ratio/proximal_max", "", "largest of them"),
+    ("clip/fraction", "", "of trained tokens: any clip of the surrogate is active"),
     ("clip/low_fraction", "", "of trained tokens: the lower clip is active"),
     ("clip/high_fraction", "", "of trained tokens: the upper clip is active"),
     ("clip/dual_fraction", "", "of trained tokens: the dual clip is active"),
@@ -92,9 +101,15 @@ _DECLARED = (
     ("kept/ess", "", "ess/raw over the tokens that no mask rejected"),
     ("kept/k3", "nats", "kl/behavior_k3 over the tokens that no mask rejected"),
     ("kept/ratio_mean", "", "mean pi_prox / pi_behavior over the tokens that no mask rejected"),
-    ("logprob/lag0_gap", "nats", "mean |log pi_theta - log pi_behavior| over completions sampled "
-     "whole by the weights that the step starts from: the engine's mismatch"),
+    ("logprob/lag0_tokens", "tokens", "of completions sampled whole by the weights that the step "
+     "starts from; the figures over them are the engine's mismatch alone"),
+    ("logprob/lag0_gap", "nats", "mean |log pi_theta - log pi_behavior| over those"),
+    ("logprob/lag0_gap_max", "nats", "largest of them"),
+    ("logprob/lag0_k1", "nats", "mean of log(pi_behavior / pi_theta) over those"),
+    ("logprob/lag0_k3", "nats", "mean of w - log w - 1 with w = pi_theta / pi_behavior over those"),
+    ("logprob/lag0_ess", "", "effective sample size of that w, as a fraction"),
     ("masked_fraction", "", "of sampled tokens: not trained"),
+    ("excluded_fraction", "", "of sampled tokens: not trained, or rejected by a mask"),
     ("entropy", "nats", "mean over trained tokens, at the sampling temperature"),
     ("loss", "", "mean over the step's optimizer updates"),
     ("grad_norm", "", "before clipping, mean over the step's optimizer updates"),
@@ -117,22 +132,24 @@ _DECLARED = (
 
 
 def _declared() -> dict[str, Metric]:
-    metrics = {name: Metric(name, unit, meaning) for name, unit, meaning in _DECLARED}
+    metrics = {
+        name: Metric(name, unit, meaning, name.partition("/")[0] in _OFF_POLICY)
+        for name, unit, meaning in _DECLARED
+    }
     for reason in DropReason:
         for kind in ("groups", "tokens"):
             name = f"dropped/{reason.value}_{kind}"
             meaning = f"that ended as {reason.value} since the draw before"
             metrics[name] = Metric(name, kind, meaning)
-    for bucket in _BUCKETS:
-        for statistic, meaning in (
-            ("tokens", "trained tokens"),
-            ("ess", "ess/raw"),
-            ("k3", "kl/behavior_k3"),
-            ("ratio_mean", "mean of pi_prox / pi_behavior"),
-            ("truncated_fraction", "behavior_weight/truncated_fraction"),
-        ):
-            name = f"by_staleness/{bucket}/{statistic}"
-            metrics[name] = Metric(name, "", f"{meaning}, of tokens of staleness {bucket}")
+    for metric in list(metrics.values()):
+        if metric.by_staleness:
+            for bucket in BUCKET_NAMES:
+                name = f"by_staleness/{bucket}/{metric.name}"
+                meaning = f"{metric.name} over tokens of staleness {bucket}"
+                metrics[name] = Metric(name, metric.unit, meaning)
+    for bucket in BUCKET_NAMES:
+        name = f"by_staleness/{bucket}/tokens"
+        metrics[name] = Metric(name, "tokens", f"trained tokens of staleness {bucket}")
     return metrics
 
 

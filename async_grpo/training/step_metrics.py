@@ -9,10 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms import diagnostics
-from async_grpo.algorithms.staleness import BUCKETS, sequence_staleness, split
+from async_grpo.algorithms.staleness import sequence_staleness, split
 from async_grpo.config.algorithm import AlgorithmSection, Proximal
 from async_grpo.replay_parts import GeneratedStats
+from async_grpo.training.off_policy_metrics import (
+    by_staleness,
+    engine_mismatch,
+    off_policy_metrics,
+)
 from async_grpo.training.step import StepOutcome
 from async_grpo.training.token_facts import TokenFacts
 from async_grpo.types import DropReason, FinishReason, RolloutGroup
@@ -73,18 +77,17 @@ def token_metrics(
     values = {
         "tokens/trained": num_trained,
         "masked_fraction": 1 - num_trained / num_sampled,
+        "excluded_fraction": 1 - int(facts.kept.sum()) / num_sampled,
         "entropy": float(facts.entropy.mean()),
         "loss": float(np.mean(outcome.losses)),
         "grad_norm": float(np.mean(outcome.grad_norms)),
         "lr": outcome.lr,
     }
     values |= _staleness_metrics(outcome, groups, train_version)
-    values |= _off_policy_metrics(facts, algorithm)
-    values |= _weight_metrics(facts)
-    values |= _rejection_metrics(facts)
+    values |= off_policy_metrics(facts, algorithm)
     interpolated = algorithm.proximal is Proximal.interpolate
     values |= _lag0_gap(outcome, staleness, interpolated=interpolated)
-    values |= _by_staleness(facts, staleness)
+    values |= by_staleness(facts, staleness, algorithm)
     if interpolated:
         values["proximal/interpolation_error"] = _interpolation_error(facts)
     return values
@@ -114,81 +117,6 @@ def _staleness_metrics(
     }
 
 
-def _off_policy_metrics(facts: TokenFacts, algorithm: AlgorithmSection) -> dict[str, float]:
-    """Over all trained tokens, before any mask, from raw ratios."""
-    policy, proximal, behavior = (
-        facts.policy_logprobs,
-        facts.proximal_logprobs,
-        facts.behavior_logprobs,
-    )
-    values = {}
-    for anchor, logprobs in (("behavior", behavior), ("proximal", proximal)):
-        for name, value in diagnostics.ratio_statistics(policy, logprobs).items():
-            values[f"ratio/{anchor}_{name}"] = value
-    gap = diagnostics.divergence(behavior, proximal)
-    whole = diagnostics.sequence_divergence(behavior, proximal, facts.sequences)
-    spread = diagnostics.perplexity(behavior, proximal, facts.sequences)
-    ratio = (policy - behavior).exp()
-    outside = (ratio < 1 - algorithm.clip_low) | (ratio > 1 + algorithm.clip_high)
-    values |= {
-        "clip/low_fraction": diagnostics.fraction(facts.clipped_low),
-        "clip/high_fraction": diagnostics.fraction(facts.clipped_high),
-        "clip/dual_fraction": diagnostics.fraction(facts.clipped_dual),
-        "clip/behavior_fraction": diagnostics.fraction(outside),
-        "ess/raw": gap["ess"],
-        "ess/sequence_raw": whole["ess"],
-        "kl/behavior_k1": gap["k1"],
-        "kl/behavior_k3": gap["k3"],
-        "chi2/token": gap["chi2"],
-        "chi2/sequence": whole["chi2"],
-        "m2": gap["m2"],
-        "perplexity/behavior": spread["sampling"],
-        "perplexity/proximal": spread["other"],
-        "perplexity/log_abs_gap": spread["log_abs_gap"],
-    }
-    if facts.reference_kl is not None:
-        values["kl/reference"] = float(facts.reference_kl.mean())
-    return values
-
-
-def _weight_metrics(facts: TokenFacts) -> dict[str, float]:
-    """The behavior weight before and after its bounds; a cap must not hide what it cuts."""
-    if not facts.weighted:
-        return {}
-    raw, applied = facts.behavior_weight_raw.double(), facts.behavior_weight
-    return {
-        "behavior_weight/raw_mean": float(raw.mean()),
-        "behavior_weight/raw_min": float(raw.min()),
-        "behavior_weight/raw_max": float(raw.max()),
-        "behavior_weight/mean": float(applied.mean()),
-        "behavior_weight/truncated_fraction": diagnostics.fraction(facts.weight_bounded),
-        "ess/truncated": diagnostics.effective_sample_size(applied),
-        "ess/sequence_truncated": diagnostics.effective_sample_size(
-            facts.sequences.mean(applied.double())
-        ),
-    }
-
-
-def _rejection_metrics(facts: TokenFacts) -> dict[str, float]:
-    """What masks took out, by mask; and the tokens that are left, by themselves."""
-    if not facts.rejected:
-        return {}
-    kept = facts.kept
-    sequences_left = facts.sequences.sum(kept.double()) > 0
-    values = {
-        "rejected/token_fraction": 1 - diagnostics.fraction(kept),
-        "rejected/sequence_fraction": 1 - diagnostics.fraction(sequences_left),
-    }
-    for name, mask in facts.rejected.items():
-        values[f"rejected/{name}_fraction"] = diagnostics.fraction(mask)
-    behavior, proximal = facts.behavior_logprobs[kept], facts.proximal_logprobs[kept]
-    if kept.any():
-        gap = diagnostics.divergence(behavior, proximal)
-        values["kept/ess"], values["kept/k3"] = gap["ess"], gap["k3"]
-        values["kept/ratio_mean"] = diagnostics.ratio_statistics(proximal, behavior)["mean"]
-    return values
-
-
 def _interpolation_error(facts: TokenFacts) -> float:
     """Mean |interpolated - real| proximal log-prob, where the real one is known.
 
@@ -211,30 +139,4 @@ def _lag0_gap(outcome: StepOutcome, staleness: Tensor, *, interpolated: bool) ->
         chosen &= torch.arange(len(chosen), device=chosen.device) < facts.num_first_update
         if not chosen.any():
             return {}
-    gap = (proximal - facts.behavior_logprobs)[chosen].abs()
-    return {"logprob/lag0_gap": float(gap.mean())}
-
-
-def _by_staleness(facts: TokenFacts, staleness: Tensor) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for name, first, last in BUCKETS:
-        chosen = staleness >= first
-        if last is not None:
-            chosen &= staleness <= last
-        count = int(chosen.sum())
-        if not count:
-            continue
-        behavior, proximal = facts.behavior_logprobs[chosen], facts.proximal_logprobs[chosen]
-        gap = diagnostics.divergence(behavior, proximal)
-        values |= {
-            f"by_staleness/{name}/tokens": count,
-            f"by_staleness/{name}/ess": gap["ess"],
-            f"by_staleness/{name}/k3": gap["k3"],
-            f"by_staleness/{name}/ratio_mean": diagnostics.ratio_statistics(proximal, behavior)[
-                "mean"
-            ],
-        }
-        if facts.weighted:
-            bounded = diagnostics.fraction(facts.weight_bounded[chosen])
-            values[f"by_staleness/{name}/truncated_fraction"] = bounded
-    return values
+    return engine_mismatch(facts.behavior_logprobs[chosen], proximal[chosen])

@@ -20,7 +20,8 @@ def test_what_is_not_a_number_is_left_out():
 def test_every_metric_says_what_it_means():
     assert all(metric.meaning for metric in METRICS.values())
     for name, _, _ in BUCKETS:
-        assert f"by_staleness/{name}/ess" in METRICS
+        assert f"by_staleness/{name}/ess/raw" in METRICS
+    assert not METRICS["reward/mean"].by_staleness
 
 
 def test_one_line_per_step_is_there_at_once(tmp_path):

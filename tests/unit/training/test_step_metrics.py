@@ -6,8 +6,9 @@ import torch
 
 from async_grpo.config.algorithm import AlgorithmSection
 from async_grpo.config.trainer import TrainerSection
-from async_grpo.metrics.registry import checked
+from async_grpo.metrics.registry import METRICS, checked
 from async_grpo.replay_parts import GeneratedStats
+from async_grpo.training.off_policy_metrics import by_staleness, engine_mismatch, ess_by_lag
 from async_grpo.training.step import TrainStep
 from async_grpo.training.step_metrics import group_metrics, token_metrics
 from async_grpo.types import DropReason, Segment, WeightsName
@@ -109,3 +110,73 @@ def test_the_rest_is_there_and_finite(stepped):
     assert values["loss"] == outcome.losses[0]
     assert values["grad_norm"] == outcome.grad_norms[0] > 0
     assert torch.isfinite(torch.tensor(list(values.values()))).all()
+
+
+def test_every_off_policy_statistic_is_there_by_staleness(stepped):
+    """Of the tokens of a bucket, and of the sequences whose oldest token is in it."""
+    outcome, values = stepped
+    declared = [name for name, metric in METRICS.items() if metric.by_staleness]
+    of_batch = [name for name in declared if name in values]
+    assert {"ess/raw", "ess/sequence_truncated", "clip/behavior_fraction", "m2"} <= set(of_batch)
+    w = (outcome.tokens.policy_logprobs + 2.0).exp().double()
+    lags = torch.tensor([0] * 4 + [2] * 4 + [2] + [1] * 3)
+    for bucket, lag in (("0", 0), ("1", 1), ("2", 2)):
+        there = {name for name in of_batch if f"by_staleness/{bucket}/{name}" in values}
+        whole = {name for name in of_batch if "sequence" in name or "perplexity" in name}
+        # the one sequence with tokens of staleness 1 has an older one: it is under 2
+        assert there == set(of_batch) - (whole if lag == 1 else set())
+        own = w[lags == lag]
+        under = f"by_staleness/{bucket}"
+        assert values[f"{under}/ratio/behavior_max"] == pytest.approx(float(own.max()))
+        assert values[f"{under}/ess/raw"] == pytest.approx(
+            float(own.sum() ** 2 / (len(own) * (own**2).sum()))
+        )
+        assert values[f"{under}/behavior_weight/mean"] == pytest.approx(
+            float(own.clamp(max=2).mean())
+        )
+        assert values[f"{under}/kl/behavior_k3"] == pytest.approx(
+            float((own - own.log() - 1).mean())
+        )
+    products = torch.stack([w[4:8].prod(), w[8:].prod()])
+    assert values["by_staleness/2/ess/sequence_raw"] == pytest.approx(
+        float(products.sum() ** 2 / (2 * (products**2).sum()))
+    )
+    assert values["by_staleness/0/ess/sequence_raw"] == pytest.approx(1.0)  # of one sequence
+
+
+def test_masks_are_told_apart_by_staleness_too(stepped):
+    outcome, _ = stepped
+    facts = outcome.tokens
+    facts.kept = facts.proximal_logprobs < facts.proximal_logprobs.median()
+    facts.rejected = {"token_bounds": ~facts.kept}
+    staleness = torch.tensor([0] * 4 + [2] * 4 + [2] + [1] * 3)
+    values = checked(by_staleness(facts, staleness, AlgorithmSection()))
+    own = facts.kept[staleness == 2].double()
+    assert values["by_staleness/2/rejected/token_fraction"] == pytest.approx(1 - float(own.mean()))
+    assert values["by_staleness/2/rejected/token_bounds_fraction"] == pytest.approx(
+        1 - float(own.mean())
+    )
+    left = facts.kept & (staleness == 2)
+    if left.any():
+        w = (facts.proximal_logprobs + 2.0).exp()[left]
+        assert values["by_staleness/2/kept/ratio_mean"] == pytest.approx(float(w.mean()))
+
+
+def test_engine_mismatch_of_known_gaps():
+    behavior = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
+    values = checked(engine_mismatch(behavior, behavior + torch.tensor([0.0, 0.1, -0.3])))
+    assert values["logprob/lag0_tokens"] == 3
+    assert values["logprob/lag0_gap"] == pytest.approx(0.4 / 3)
+    assert values["logprob/lag0_gap_max"] == pytest.approx(0.3)
+    assert values["logprob/lag0_k1"] == pytest.approx(0.2 / 3)
+    w = np.exp([0.0, 0.1, -0.3])
+    assert values["logprob/lag0_k3"] == pytest.approx(float(np.mean(w - np.log(w) - 1)))
+    assert values["logprob/lag0_ess"] == pytest.approx(w.sum() ** 2 / (3 * (w**2).sum()))
+
+
+def test_ess_by_lag_is_of_raw_weights(stepped):
+    outcome, values = stepped
+    found = ess_by_lag(outcome.tokens, torch.tensor([0] * 4 + [2] * 4 + [2] + [1] * 3))
+    assert {lag: count for lag, (count, _) in found.items()} == {0: 4, 1: 3, 2: 5}
+    for lag, (_, ess) in found.items():
+        assert ess == pytest.approx(values[f"by_staleness/{lag}/ess/raw"])
