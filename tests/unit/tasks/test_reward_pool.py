@@ -19,7 +19,7 @@ ERROR, TIMEOUT = RewardOutcome.ERROR, RewardOutcome.TIMEOUT
 
 
 @asynccontextmanager
-async def pool_of(reward, *, timeout_s=0.5, workers=1, unparseable_reward=None):
+async def pool_of(reward, *, timeout_s=30.0, workers=1, unparseable_reward=None):
     pool = ProcessRewardPool(
         reward, workers=workers, timeout_s=timeout_s, unparseable_reward=unparseable_reward
     )
@@ -60,7 +60,9 @@ async def test_an_unparseable_completion_gets_the_reward_of_the_configuration():
     [("hang", TIMEOUT), ("hang in C", TIMEOUT), ("die", ERROR), ("exit", ERROR), ("killed", ERROR)],
 )
 async def test_a_bad_completion_costs_nobody_else(bad, outcome):
-    async with pool_of(bad_rewards.by_text) as pool:
+    # long enough for a good one on a busy machine; only those that hang wait for it
+    timeout_s = 1.5 if outcome is TIMEOUT else 30.0
+    async with pool_of(bad_rewards.by_text, timeout_s=timeout_s) as pool:
         scores = await pool.score(["42", bad, "41"], PROMPT)
         assert [found for found, _, _ in scores] == [SCORED, outcome, SCORED]
         # the worker was replaced
@@ -82,7 +84,7 @@ async def test_a_worker_that_dies_while_idle_is_replaced():
 
 
 async def test_a_cancelled_score_does_not_hang_the_pool():
-    async with pool_of(bad_rewards.by_text, timeout_s=30.0) as pool:
+    async with pool_of(bad_rewards.by_text) as pool:
         scoring = asyncio.create_task(pool.score(["hang"], PROMPT))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
