@@ -36,6 +36,7 @@ class Path(StrEnum):
     UPDATE_FROM_DISK = "/update_weights_from_disk"
     UPDATE_VERSION = "/update_weight_version"
     LOADS = "/v1/loads"
+    MODELS = "/v1/models"
     METRICS = "/metrics"
 
 
@@ -250,6 +251,19 @@ class LoadsReply(msgspec.Struct, kw_only=True):
     """Reply of /v1/loads?include=core."""
 
     loads: list[Load]
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """One entry of /v1/models."""
+
+    max_model_len: int | None = None
+    """context length in use; null for adapters"""
+
+
+class ModelsReply(msgspec.Struct, kw_only=True):
+    """Reply of /v1/models; the served model comes first."""
+
+    data: list[ModelCard]
 
 
 class ControlReply(msgspec.Struct, kw_only=True):

@@ -138,12 +138,28 @@ class EngineClient(Protocol):
         """End a request early; it then returns its partial output. Unknown ids are no error."""
         ...
 
+    async def abort_all(self) -> None:
+        """End every request early."""
+        ...
+
     async def model_info(self) -> ModelInfo:
         """Model and weight_version."""
         ...
 
+    async def ready(self) -> bool:
+        """Whether it takes new requests: not while it starts or is paused."""
+        ...
+
     async def server_info(self, *, timeout_s: float) -> ServerInfo:
-        """Liveness and sizes."""
+        """Liveness and sizes; at most one question is open at a time."""
+        ...
+
+    async def context_length(self) -> int | None:
+        """Longest prompt + completion, of a server whose /server_info does not tell; or None."""
+        ...
+
+    async def adopt(self, info: ServerInfo) -> None:
+        """Be ready for its sizes; raises if its vocabulary is not the policy's."""
         ...
 
     async def load(self) -> Load:

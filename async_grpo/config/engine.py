@@ -11,6 +11,19 @@ class EngineKind(StrEnum):
     """Which inference server a generator drives."""
 
     embedded = "embedded"
+    sglang = "sglang"
+
+
+RESERVED_SERVER_ARGS = frozenset(
+    {
+        "--model-path", "--model", "--host", "--port", "--dtype", "--tp-size", "--tp",
+        "--tensor-parallel-size", "--dp-size", "--dp", "--data-parallel-size", "--pp-size", "--pp",
+        "--pipeline-parallel-size", "--max-running-requests", "--context-length", "--api-key",
+        "--admin-api-key", "--config", "--weight-version", "--base-gpu-id", "--nnodes",
+    }
+)  # fmt: skip
+"""Flags of SGLang that other fields set, or that a started server cannot have: a weight update
+reaches the ranks of one data-parallel and one pipeline-parallel replica on one machine."""
 
 
 @dataclass(kw_only=True)
@@ -18,7 +31,8 @@ class EngineSection:
     """The inference servers that a generator drives."""
 
     kind: EngineKind = EngineKind.embedded
-    """embedded: SGLang's HTTP API over transformers, on CPU or one GPU."""
+    """embedded: SGLang's HTTP API over transformers, on CPU or one GPU. sglang: SGLang itself, in
+    an environment of its own (`python`). Attached engines (`urls`) may be either."""
     urls: list[str] = field(default_factory=list)
     """Attach to these running engines instead of starting any."""
     num_engines: int = 1
@@ -32,8 +46,22 @@ class EngineSection:
     """Decode slots of one engine."""
     context_length: int = 0
     """Longest prompt + completion; 0: the model's own limit."""
+    python: str = ""
+    """SGLang: the interpreter of the environment that it is installed in."""
+    model: str = ""
+    """SGLang: directory or Hugging Face name that it loads; empty: policy.model. The architecture
+    counts: it serves nothing before it has the trainer's weights."""
+    tensor_parallel_size: int = 1
+    """SGLang: ranks of one engine, one device each."""
+    server_args: list[str] = field(default_factory=list)
+    """SGLang: further flags, as one would write them after `sglang.launch_server`."""
+    device_ids: list[str] = field(default_factory=list)
+    """CUDA_VISIBLE_DEVICES of each engine, for instance ["4,5", "6,7"]; empty: every engine sees
+    what its generator sees."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further environment variables of engines; no secrets: the configuration is stored."""
     page_size: int = 16
-    """KV cache block, in tokens."""
+    """Embedded engine: KV cache block, in tokens."""
     max_batch_tokens: int = 256
     """Embedded engine: tokens of one forward pass, new prompts and decode slots together."""
     kv_cache_bytes: int = 1 << 30
@@ -45,7 +73,7 @@ class EngineSection:
     threads: int = 1
     """CPU threads of one engine."""
     start_timeout_s: float = 180.0
-    """From start to the first answer of /server_info."""
+    """From the start of an engine until it is ready for requests; a large model takes minutes."""
     control_timeout_s: float = 20.0
     """One control call, other than the collective ones."""
     max_restarts: int = 5
@@ -62,8 +90,42 @@ class EngineSection:
         yield from positive(
             where, self, "num_engines", "max_running_requests", "page_size", "max_batch_tokens",
             "kv_cache_bytes", "threads", "start_timeout_s", "control_timeout_s",
+            "tensor_parallel_size",
         )  # fmt: skip
         yield from not_negative(where, self, "context_length", "max_restarts", "port")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 yield f"{where}.urls: {url!r} must start with http:// or https://"
+        if not self.urls:
+            yield from self._start_problems(where)
+
+    def _start_problems(self, where: str) -> Iterator[str]:
+        if self.device_ids and len(self.device_ids) != self.num_engines:
+            yield (
+                f"{where}.device_ids must name the devices of each engine: {self.num_engines} "
+                f"entries ({where}.num_engines), not {len(self.device_ids)}"
+            )
+        if self.kind is EngineKind.sglang:
+            yield from self._sglang_problems(where)
+        elif self.tensor_parallel_size > 1:
+            yield (
+                f"{where}.tensor_parallel_size ({self.tensor_parallel_size}) needs {where}.kind: "
+                "sglang; the embedded engine runs on one device"
+            )
+
+    def _sglang_problems(self, where: str) -> Iterator[str]:
+        if not self.python:
+            yield (
+                f"{where}.python must name the interpreter of SGLang's environment (docs/sglang.md "
+                f"tells how to make one), or {where}.urls the servers to attach to"
+            )
+        for argument in self.server_args:
+            flag = argument.partition("=")[0]
+            if flag in RESERVED_SERVER_ARGS:
+                yield f"{where}.server_args: {flag} is set by other fields, or not supported"
+        for devices in self.device_ids:
+            if len(devices.split(",")) < self.tensor_parallel_size:
+                yield (
+                    f"{where}.device_ids: {devices!r} are fewer devices than "
+                    f"{where}.tensor_parallel_size ({self.tensor_parallel_size})"
+                )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from async_grpo.config.algorithm import Aggregation
+from async_grpo.config.engine import EngineKind, EngineSection
 from async_grpo.config.objective import objective_warnings
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import DrawOrder, OverAge, StalenessSection
@@ -99,8 +100,28 @@ def _cross_section(config: Config) -> Iterator[str]:
             f"algorithm.overlong_buffer_tokens ({config.algorithm.overlong_buffer_tokens}) must be "
             f"<= algorithm.length_limit ({limit})"
         )
+    if config.engine.device_ids and config.launch.num_generators > 1:
+        yield (
+            f"engine.device_ids with launch.num_generators ({config.launch.num_generators}): every "
+            "generator would start its engines on the same devices; use one generator and "
+            "engine.num_engines"
+        )
     if config.generation.group_size < 2:
         yield "generation.group_size must be >= 2: a group of one has no advantage"
+
+
+_OF_SGLANG = ("python", "model", "server_args")
+_OF_STARTED = (*_OF_SGLANG, "num_engines", "tensor_parallel_size", "device_ids", "environment")
+
+
+def _idle_engine_fields(engine: EngineSection) -> Iterator[str]:
+    defaults = EngineSection()
+    changed = {name for name in _OF_STARTED if getattr(engine, name) != getattr(defaults, name)}
+    for name in sorted(changed):
+        if engine.urls:
+            yield f"engine.{name} has no effect with engine.urls: no engine is started"
+        elif engine.kind is EngineKind.embedded and name in _OF_SGLANG:
+            yield f"engine.{name} has no effect with engine.kind: embedded"
 
 
 def warnings(config: Config) -> list[str]:
@@ -121,8 +142,7 @@ def warnings(config: Config) -> list[str]:
         updates_per_step=config.trainer.updates_per_step,
         max_staleness=bound,
     )
-    if config.engine.urls and config.engine.num_engines != 1:
-        found.append("engine.num_engines has no effect with engine.urls: no engine is started")
+    found += _idle_engine_fields(config.engine)
     if not config.policy.maker and config.policy.maker_options:
         found.append("policy.maker_options has no effect without policy.maker")
     return found

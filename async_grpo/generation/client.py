@@ -6,10 +6,10 @@ routing.
 """
 
 import asyncio
+import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import aiohttp
 import msgspec
 
 from async_grpo.config.engine_keys import EngineKeys
@@ -22,6 +22,7 @@ from async_grpo.engine_api import (
     Load,
     LoadsReply,
     ModelInfo,
+    ModelsReply,
     Path,
     PauseMode,
     PauseRequest,
@@ -31,13 +32,11 @@ from async_grpo.engine_api import (
     WeightsCheckerRequest,
 )
 from async_grpo.errors import GenerationError
+from async_grpo.generation.connections import NO_ROUTE, Connections, StatusError
 
-Decoded = TypeVar("Decoded")
-
-_RETRYABLE_STATUS = frozenset({408, 425, 429})
-"""Besides 5xx: overload and time-outs."""
-_MAX_DETAIL = 500
-"""Characters of an error body that are worth showing."""
+LATEST_ANSWER_S = 300.0
+"""A question to /server_info that is older is asked afresh: its connection may be half open."""
+_LAST_ID = re.compile(r"logit_bias must has keys in \[0, (\d+)\]")
 
 
 class _Answer(msgspec.Struct):
@@ -47,16 +46,13 @@ class _Answer(msgspec.Struct):
     message: str = ""
 
 
-_encode = msgspec.json.Encoder().encode
-
-
 class HttpEngineClient:
     """`interfaces.EngineClient` over HTTP. Use it on one event loop.
 
     Args:
         url: `http://host:port` of the server.
         control_timeout_s: deadline of calls that take none.
-        vocab_size: of the policy, for a server that does not tell its own by /server_info.
+        vocab_size: of the policy, where it is known.
         keys: to send.
     """
 
@@ -69,12 +65,11 @@ class HttpEngineClient:
         keys: EngineKeys | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self._http = Connections(self.url, keys or EngineKeys())
         self._control_timeout_s = control_timeout_s
-        self._vocab_size = vocab_size
-        self._keys = keys or EngineKeys()
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
-        self._decode_generate = msgspec.json.Decoder(GenerateReply)
+        self._policy_vocab_size = self._vocab_size = vocab_size
+        self._has_update_sessions = True
+        self._asked: asyncio.Task[bytes] | None = None
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> GenerateReply:
         """One completion.
@@ -84,30 +79,103 @@ class HttpEngineClient:
                 outside the vocabulary, and was not sent.
         """
         self._check_ids(request.input_ids)
-        body = await self._call("POST", Path.GENERATE, request, timeout_s)
-        return self._decoded(self._decode_generate, body, Path.GENERATE)
+        body = await self._http.call("POST", Path.GENERATE, request, timeout_s)
+        return self._http.decoded(GenerateReply, body, Path.GENERATE)
 
     async def abort(self, rid: str) -> None:
         """End a request early; it then returns its partial output. Unknown ids are no error."""
-        await self._call("POST", Path.ABORT, AbortRequest(rid=rid), self._control_timeout_s)
+        await self._repeat("POST", Path.ABORT, AbortRequest(rid=rid))
+
+    async def abort_all(self) -> None:
+        """End every request early."""
+        await self._repeat("POST", Path.ABORT, AbortRequest(abort_all=True))
 
     async def model_info(self) -> ModelInfo:
         """Model and weight_version."""
-        body = await self._call("GET", Path.MODEL_INFO, None, self._control_timeout_s)
-        return self._decoded(msgspec.json.Decoder(ModelInfo), body, Path.MODEL_INFO)
+        body = await self._repeat("GET", Path.MODEL_INFO, None)
+        return self._http.decoded(ModelInfo, body, Path.MODEL_INFO)
+
+    async def ready(self) -> bool:
+        """Whether it takes new requests: not while it starts or is paused."""
+        try:
+            await self._repeat("GET", Path.READY, None)
+        except StatusError as error:
+            if error.status != 503 and error.status not in NO_ROUTE:
+                raise
+            return error.status != 503
+        return True
 
     async def server_info(self, *, timeout_s: float) -> ServerInfo:
-        """Liveness and sizes."""
-        body = await self._call("GET", Path.SERVER_INFO, None, timeout_s)
-        info = self._decoded(msgspec.json.Decoder(ServerInfo), body, Path.SERVER_INFO)
+        """Liveness and sizes.
+
+        A server that is stuck keeps questions and answers them later, all of them. So a call past
+        its deadline leaves its question open, and the next call waits for the same answer.
+        """
+        if self._asked is None:
+            self._asked = asyncio.create_task(
+                self._http.call("GET", Path.SERVER_INFO, None, LATEST_ANSWER_S)
+            )
+            self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        asked = self._asked
+        if not (await asyncio.wait([asked], timeout=timeout_s))[0]:
+            raise self._http.silent(Path.SERVER_INFO, timeout_s)
+        if self._asked is asked:
+            self._asked = None
+        if asked.cancelled():
+            raise GenerationError(f"{self.url}: the client is closed", retryable=True)
+        info = self._http.decoded(ServerInfo, asked.result(), Path.SERVER_INFO)
         if info.vocab_size is not None:
             self._vocab_size = info.vocab_size
         return info
 
+    async def context_length(self) -> int | None:
+        """Longest prompt + completion, of a server whose /server_info does not tell; or None."""
+        try:
+            body = await self._repeat("GET", Path.MODELS, None)
+        except StatusError as error:
+            if error.status in NO_ROUTE:
+                return None
+            raise
+        models = self._http.decoded(ModelsReply, body, Path.MODELS).data
+        return models[0].max_model_len if models else None
+
+    async def adopt(self, info: ServerInfo) -> None:
+        """Connections for its slots, and ids of the policy's vocabulary. Not while it is paused.
+
+        Raises:
+            GenerationError: not retryable: it serves another vocabulary.
+        """
+        self._http.num_slots = info.max_running_requests or 0
+        served = info.vocab_size or await self._ask_vocab_size()
+        if served is None:
+            return
+        if self._policy_vocab_size not in (None, served):
+            raise GenerationError(
+                f"{self.url} serves a model of {served} token ids, but the policy has "
+                f"{self._policy_vocab_size}: start the server with the policy's model",
+                retryable=False,
+            )
+        self._vocab_size = served
+
+    async def _ask_vocab_size(self) -> int | None:
+        """No call of SGLang tells it, but the refusal of a bias for the id -1 names the range."""
+        question = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "logit_bias": {"-1": 0.0}},
+        }
+        try:
+            await self._http.call("POST", Path.GENERATE, question, self._control_timeout_s)
+        except StatusError as error:
+            found = _LAST_ID.search(str(error))
+            if found is None and error.retryable:
+                raise
+            return int(found[1]) + 1 if found else None
+        return None
+
     async def load(self) -> Load:
         """How busy it is; of all data-parallel ranks, of which we allow one."""
-        body = await self._call("GET", Path.LOADS, None, self._control_timeout_s)
-        reply = self._decoded(msgspec.json.Decoder(LoadsReply), body, Path.LOADS)
+        body = await self._repeat("GET", Path.LOADS, None)
+        reply = self._http.decoded(LoadsReply, body, Path.LOADS)
         if len(reply.loads) != 1:
             raise GenerationError(
                 f"{self.url}{Path.LOADS}: {len(reply.loads)} ranks, not one", retryable=False
@@ -116,23 +184,31 @@ class HttpEngineClient:
 
     async def flush_cache(self) -> None:
         """Drop cached prefixes; refused while requests hold KV."""
-        await self._call("POST", Path.FLUSH_CACHE, None, self._control_timeout_s)
+        await self._repeat("POST", Path.FLUSH_CACHE, None)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop decoding."""
-        await self._control(Path.PAUSE, PauseRequest(mode=mode), self._control_timeout_s)
+        self._accepted(await self._repeat("POST", Path.PAUSE, PauseRequest(mode=mode)), Path.PAUSE)
 
     async def resume(self) -> None:
         """Go on decoding."""
-        await self._control(Path.CONTINUE, {}, self._control_timeout_s)
+        self._accepted(await self._repeat("POST", Path.CONTINUE, {}), Path.CONTINUE)
 
     async def begin_update(self) -> None:
-        """Open an update session."""
-        await self._control(Path.BEGIN_UPDATE, {}, self._control_timeout_s)
+        """Open an update session, where the server has sessions."""
+        if self._has_update_sessions:
+            await self._control(Path.BEGIN_UPDATE, {}, self._control_timeout_s)
 
     async def end_update(self, *, missing_ok: bool = False) -> None:
-        """Close it; `missing_ok`: no open session is no error."""
-        await self._control(Path.END_UPDATE, {}, self._control_timeout_s, refusal_ok=missing_ok)
+        """Close it; `missing_ok`: no open session is no error, nor is a server without sessions."""
+        if not self._has_update_sessions:
+            return
+        try:
+            await self._control(Path.END_UPDATE, {}, self._control_timeout_s, refusal_ok=missing_ok)
+        except StatusError as error:
+            if not missing_ok or error.status not in NO_ROUTE:
+                raise
+            self._has_update_sessions = False
 
     async def init_group(self, request: InitGroupRequest, *, timeout_s: float) -> None:
         """Join an update group; returns when all ranks have met."""
@@ -155,10 +231,8 @@ class HttpEngineClient:
         Raises:
             GenerationError: also when the server gives none.
         """
-        body = await self._call(
-            "POST", Path.WEIGHTS_CHECKER, WeightsCheckerRequest(), self._control_timeout_s
-        )
-        reply = self._decoded(msgspec.json.Decoder(WeightsCheckerReply), body, Path.WEIGHTS_CHECKER)
+        body = await self._repeat("POST", Path.WEIGHTS_CHECKER, WeightsCheckerRequest())
+        reply = self._http.decoded(WeightsCheckerReply, body, Path.WEIGHTS_CHECKER)
         if not reply.success or reply.per_engine_checksum is None:
             raise GenerationError(
                 f"{self.url}{Path.WEIGHTS_CHECKER}: no checksum: {reply.message}", retryable=False
@@ -167,10 +241,9 @@ class HttpEngineClient:
 
     async def close(self) -> None:
         """Close connections: calls under way and later ones fail at once."""
-        self._closed = True
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._asked is not None:
+            self._asked.cancel()
+        await self._http.close()
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         if self._vocab_size is None:
@@ -188,61 +261,21 @@ class HttpEngineClient:
     ) -> None:
         """A call that answers `{"success", "message"}`; `refusal_ok`: a 400 is as good as a yes."""
         try:
-            body = await self._call("POST", path, request, timeout_s)
-        except GenerationError as error:
-            if refusal_ok and not error.retryable:
+            body = await self._http.call("POST", path, request, timeout_s)
+        except StatusError as error:
+            if refusal_ok and error.status == 400:
                 return
             raise
+        self._accepted(body, path, refusal_ok=refusal_ok)
+
+    def _accepted(self, body: bytes, path: Path, *, refusal_ok: bool = False) -> None:
         # some calls of some versions answer with an empty or a plain-text body and status 200
         if not body.startswith(b"{"):
             return
-        reply = self._decoded(msgspec.json.Decoder(_Answer), body, path)
+        reply = self._http.decoded(_Answer, body, path)
         if not reply.success and not refusal_ok:
             raise GenerationError(f"{self.url}{path}: {reply.message}", retryable=False)
 
-    async def _call(self, method: str, path: Path, request: Any, timeout_s: float) -> bytes:
-        """Body of a 200 reply."""
-        if self._closed:
-            raise GenerationError(f"{self.url}{path}: the client is closed", retryable=True)
-        if self._session is None:
-            # created here: a session belongs to the running loop; no limit, the router has one
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
-                timeout=aiohttp.ClientTimeout(total=None),
-            )
-        data = None if request is None else _encode(request)
-        headers = {"Content-Type": "application/json"}
-        if key := self._keys.for_path(path):
-            headers["Authorization"] = f"Bearer {key}"
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.request(
-                    method, self.url + path, data=data, headers=headers
-                ) as response,
-            ):
-                body = await response.read()
-                status = response.status
-        except TimeoutError as error:
-            raise GenerationError(
-                f"{self.url}{path} did not answer within {timeout_s:g} s", retryable=True
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise GenerationError(
-                f"{self.url}{path}: {type(error).__name__}: {error}", retryable=True
-            ) from error
-        if status != 200:
-            detail = body[:_MAX_DETAIL].decode("utf-8", "replace")
-            raise GenerationError(
-                f"{self.url}{path}: HTTP {status}: {detail}",
-                retryable=status >= 500 or status in _RETRYABLE_STATUS,
-            )
-        return body
-
-    def _decoded(self, decoder: msgspec.json.Decoder[Decoded], body: bytes, path: Path) -> Decoded:
-        try:
-            return decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise GenerationError(
-                f"{self.url}{path}: unreadable reply: {error}", retryable=False
-            ) from error
+    async def _repeat(self, method: str, path: Path, request: Any) -> bytes:
+        """A control call that may arrive twice."""
+        return await self._http.repeat(method, path, request, self._control_timeout_s)

@@ -57,6 +57,7 @@ class Engine:
         self._kv_kept: OrderedDict[WeightsName, bool] = OrderedDict()
         self._on_change = on_change
         self._state = EngineState.SYNCING
+        self._ready = True
         self._weights: WeightsName | None = None
         self._publish_sequence = 0
         self._updating = False
@@ -76,7 +77,7 @@ class Engine:
     @property
     def serving(self) -> bool:
         """May be sent requests."""
-        return self._state is EngineState.SERVING and not self._condemned.done()
+        return self._state is EngineState.SERVING and self._ready and not self._condemned.done()
 
     @property
     def updating(self) -> bool:
@@ -86,18 +87,26 @@ class Engine:
     @property
     def status(self) -> EngineStatus:
         """For the heartbeat."""
+        paused = self._state is EngineState.SERVING and not self._ready
         return EngineStatus(
             engine_id=self.engine_id,
-            state=self._state,
+            state=EngineState.PAUSED if paused else self._state,
             tp_size=self.info.tp_size,
             weights=self._weights,
             publish_sequence=self._publish_sequence,
             wants_sync=self._weights is None and not self._updating and not self._condemned.done(),
         )
 
+    def set_ready(self, ready: bool) -> None:
+        """Whether it takes requests, apart from updates: somebody else may have paused it."""
+        if ready != self._ready:
+            self._ready = ready
+            self._on_change()
+
     def begin_update(self) -> None:
         """No more requests until `commit` or `keep_weights`."""
         self._updating = True
+        self._ready = True  # the update pauses and resumes it from now on
         self._change(EngineState.SYNCING if self._weights is None else EngineState.PAUSED)
 
     def keeps_kv(self, weights: WeightsName) -> bool:

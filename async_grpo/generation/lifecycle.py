@@ -1,12 +1,13 @@
 """Engine slots: a server is started or attached to, watched, and replaced when its life ends.
 
-    start / attach --> wait until it answers --> Engine (syncing, serving, ...) --> condemned
+    start / attach --> wait until it is ready --> Engine (syncing, serving, ...) --> condemned
           ^                                                                            |
           +------------- back-off, at most engine.max_restarts (own engines) <---------+
 
-A life ends when the process exits, when /server_info goes unanswered twice, or when someone
-condemns the engine. A server of our own is then killed; an attached one is sent nothing more until
-it answers again. Knows nothing of requests, updates, or how a process is started (`handles`).
+A life ends when the process exits, when /server_info goes unanswered twice, when the engine is not
+ready for too long, or when someone condemns it. A server of our own is then killed; an attached one
+is sent nothing more until it answers again. Knows nothing of requests, updates, or how a process is
+started (`starts`).
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from async_grpo.engine_api import ServerInfo
 from async_grpo.errors import GenerationError
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.handles import EngineHandle, StartEngine
+from async_grpo.generation.handshake import shake_hands
 from async_grpo.interfaces import EngineClient
 from async_grpo.replay_parts import EngineState, EngineStatus
 
@@ -74,6 +76,7 @@ class EngineSlot:
         self._process_token = secrets.token_hex(3)
         self._next_id = self._id(1)
         self._between = EngineState.STARTING
+        self._left_group = ""
         self.engine: Engine | None = None
         self.last_error = ""
         self.failed = False
@@ -127,7 +130,7 @@ class EngineSlot:
             info = await self._wait_ready(handle, client)
             engine = Engine(engine_id, client, info, self._on_change)
             self.engine = engine
-            logger.info("engine %s answers at %s", engine_id, handle.url)
+            logger.info("engine %s answers at %s: %s", engine_id, handle.url, _summary(info))
             self._on_change()
             reason = await self._watch(handle, engine)
             return handle.owned, reason, engine.weights is not None
@@ -137,31 +140,34 @@ class EngineSlot:
         finally:
             if self.engine is not None:
                 self.engine.condemn("the engine ended")
+                self._left_group = self.engine.update_group
             self.engine = None
             # first the connections: whatever waits for an answer is sampled elsewhere at once
             await client.close()
             await (handle.terminate() if clean else handle.kill())
 
     async def _wait_ready(self, handle: EngineHandle, client: EngineClient) -> ServerInfo:
-        """Wait for the first answer of /server_info; an attached server may take for ever."""
+        """Wait until it takes requests; an attached server may take for ever."""
         ended = asyncio.create_task(handle.wait())
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._section.start_timeout_s
         try:
             while True:
                 try:
-                    info = await client.server_info(timeout_s=self._section.control_timeout_s)
-                    if not handle.owned:
-                        # whoever drove it before us may have died in an update
-                        await client.end_update(missing_ok=True)
-                        await client.resume()
-                    return info
+                    return await shake_hands(
+                        client,
+                        left_group=self._left_group,
+                        timeout_s=self._section.control_timeout_s,
+                    )
                 except GenerationError as error:
                     if ended.done():
                         raise GenerationError(ended.result(), retryable=True) from error
+                    if not error.retryable:
+                        raise
                     if handle.owned and loop.time() > deadline:
                         raise GenerationError(
-                            f"not ready within {self._section.start_timeout_s:g} s: {error}",
+                            f"not ready within {self._section.start_timeout_s:g} s "
+                            f"(engine.start_timeout_s): {error}",
                             retryable=True,
                         ) from error
                     self.last_error = f"{self._next_id}: {error}"
@@ -184,20 +190,39 @@ class EngineSlot:
                 task.cancel()
 
     async def _unanswered(self, engine: Engine) -> str:
-        """Ask /server_info again and again; returns when it went unanswered too often.
+        """Ask /ready and /server_info again and again; returns when it is out of order for good.
 
-        Not during an update: it has its own deadlines, and a server may be busy receiving.
+        /ready says whether to send it requests; whether it lives, only its scheduler can tell. Not
+        during an update: that has its own deadlines, and a server may be busy receiving.
         """
+        loop = asyncio.get_running_loop()
         failures = 0
+        ready_s = loop.time()
         while failures < LIVENESS_FAILURES:
             await asyncio.sleep(self._liveness_s)
             if engine.updating:
                 failures = 0
+                ready_s = loop.time()
                 continue
             try:
+                ready = await engine.client.ready()
                 await engine.client.server_info(timeout_s=self._section.control_timeout_s)
                 failures = 0
             except GenerationError as error:
                 failures += 1
                 problem = str(error)
+                continue
+            if engine.updating or ready:
+                ready_s = loop.time()
+            if not engine.updating:
+                engine.set_ready(ready)
+            if (unready_s := loop.time() - ready_s) > self._section.start_timeout_s:
+                return f"not ready for {unready_s:.0f} s, though no update is under way"
         return f"no sign of life: {problem}"
+
+
+def _summary(info: ServerInfo) -> str:
+    return (
+        f"{info.engine} {info.version}, {info.max_running_requests} slots, context "
+        f"{info.context_length}, {info.tp_size} ranks"
+    )

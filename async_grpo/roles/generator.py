@@ -46,11 +46,12 @@ from async_grpo.generation.activity import Activity
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.group_runner import GroupRunner
-from async_grpo.generation.handles import StartEngine, engine_starts
+from async_grpo.generation.handles import StartEngine
 from async_grpo.generation.lifecycle import EngineSlot, MakeClient
 from async_grpo.generation.routing import Router
 from async_grpo.generation.sample_log import SampleLog
 from async_grpo.generation.sampler import Sampler
+from async_grpo.generation.starts import engine_starts
 from async_grpo.generation.vocabulary import policy_vocab_size
 from async_grpo.generation.weight_driver import WeightDriver
 from async_grpo.generation.witness import WitnessLog
@@ -313,6 +314,8 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
     samples = SampleLog(
         directory.samples, generator=name, max_per_version=config.metrics.max_samples_per_step
     )
+    keys = load_engine_keys(config.engine)
+    start_engines = engine_starts(config, name, config_args, keys)
     replay = GeneratorClient(config, name=name, dataset=prompts.dataset())
     try:
         with witness, samples:
@@ -322,12 +325,12 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
                 config,
                 name,
                 replay=replay,
-                start_engines=engine_starts(config, name, config_args),
+                start_engines=start_engines,
                 make_client=partial(
                     HttpEngineClient,
                     control_timeout_s=config.engine.control_timeout_s,
                     vocab_size=policy_vocab_size(config.policy.model),
-                    keys=load_engine_keys(config.engine),
+                    keys=keys,
                 ),
                 prompts=prompts,
                 room=room,

@@ -160,6 +160,7 @@ OWN_CHANGES = [
     "run.output_dir=elsewhere", "run.no_progress_timeout_s=10", "policy.model=other/model",
     "policy.maker=a:b", "task.reward_workers=2", "generation.max_running_groups=3",
     "generation.request_timeout_s=10", "engine.num_engines=2", "engine.threads=2",
+    "engine.python=p", "engine.environment.A=b",
     "replay.address=tcp://127.0.0.1:1", "replay.credit_bytes=1000000000",
     "replay.request_timeout_s=20", "trainer.lr=1", "trainer.device=cpu", "weights.host=10.0.0.1",
     "metrics.tensorboard=false", "launch.num_generators=2",

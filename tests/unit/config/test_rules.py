@@ -37,6 +37,9 @@ ONE_FIELD = [
     ("generation.group_size=1", "generation.group_size must be >= 2"),
     ("engine.max_restarts=-1", "engine.max_restarts must be >= 0"),
     ("engine.urls=[host:1]", "engine.urls: 'host:1' must start with http:// or https://"),
+    ("engine.kind=sglang", "engine.python must name the interpreter of SGLang's environment"),
+    ("engine.tensor_parallel_size=2", "engine.tensor_parallel_size (2) needs engine.kind: sglang"),
+    ("engine.device_ids=['0','1']", "engine.device_ids must name the devices of each engine: 1 e"),
     ("replay.max_groups=-1", "replay.max_groups must be >= 0"),
     ("trainer.checkpoint_every=-1", "trainer.checkpoint_every must be >= 0"),
     ("trainer.keep_checkpoints=1", "trainer.keep_checkpoints must be >= 2, got 1"),
@@ -59,6 +62,29 @@ ONE_FIELD = [
 @pytest.mark.parametrize(("override", "expected"), ONE_FIELD)
 def test_a_field_out_of_range_is_named(base: Path, override: str, expected: str) -> None:
     assert any(expected in problem for problem in problems_of(base, override))
+
+
+SGLANG = ["engine.kind=sglang", "engine.python=/env/bin/python"]
+
+
+@pytest.mark.parametrize("flag", ["--port", "--port=30000", "--dp-size", "--api-key", "--config"])
+def test_flags_of_sglang_that_other_fields_set_are_refused(base: Path, flag: str) -> None:
+    load_config(base, [*SGLANG, "engine.server_args=[--mem-fraction-static,'0.8']"])
+    (problem,) = problems_of(base, *SGLANG, f"engine.server_args=['{flag}']")
+    assert problem.startswith(f"engine.server_args: {flag.partition('=')[0]} is set by")
+
+
+def test_an_engine_has_a_device_for_each_of_its_ranks(base: Path) -> None:
+    two_ranks = [*SGLANG, "engine.tensor_parallel_size=2"]
+    load_config(base, [*two_ranks, "engine.device_ids=['0,1']"])
+    (problem,) = problems_of(base, *two_ranks, "engine.device_ids=['0']")
+    assert problem.startswith("engine.device_ids: '0' are fewer devices than engine.tensor_par")
+
+
+def test_two_generators_do_not_start_engines_on_the_same_devices(base: Path) -> None:
+    devices = [*SGLANG, "engine.device_ids=['0']"]
+    (problem,) = problems_of(base, *devices, "launch.num_generators=2")
+    assert problem.startswith("engine.device_ids with launch.num_generators (2): every generator")
 
 
 def test_no_publish_means_no_progress(base: Path) -> None:
@@ -114,6 +140,8 @@ def test_a_good_configuration_has_no_warning(base: Path) -> None:
     [
         (["staleness.pipeline_depth=3"], "staleness.max_staleness (4) is below twice"),
         (["engine.urls=[http://a:1]", "engine.num_engines=2"], "engine.num_engines has no effect"),
+        (["engine.urls=[http://a:1]", "engine.python=p"], "engine.python has no effect with engi"),
+        (["engine.server_args=['--x']"], "engine.server_args has no effect with engine.kind: em"),
         (["policy.maker_options.a=1"], "policy.maker_options has no effect"),
     ],
 )

@@ -6,13 +6,14 @@ import sys
 import pytest
 
 from async_grpo.config.engine import EngineSection
+from async_grpo.engine_api import Load, ServerInfo
 from async_grpo.engine_api import Path as Route
-from async_grpo.engine_api import ServerInfo
 from async_grpo.errors import GenerationError
 from async_grpo.generation import lifecycle
-from async_grpo.generation.handles import start_owned
 from async_grpo.generation.lifecycle import EngineSlot
+from async_grpo.generation.starts import start_announced
 from async_grpo.replay_parts import EngineState
+from async_grpo.types import WeightsName
 
 LISTENS = """
 import sys, time
@@ -24,7 +25,7 @@ while True: print("x" * 9999, flush=True); time.sleep(0.001)
 
 async def test_a_process_of_ours_says_its_address_and_ends_with_its_log_named(tmp_path):
     log = tmp_path / "logs" / "engine.log"
-    handle = await start_owned([sys.executable, "-c", LISTENS], log, timeout_s=20.0)
+    handle = await start_announced([sys.executable, "-c", LISTENS], log, env={}, timeout_s=20.0)
     assert handle.url == "http://127.0.0.1:1"
     ended = asyncio.create_task(handle.wait())
     await handle.kill()
@@ -34,7 +35,9 @@ async def test_a_process_of_ours_says_its_address_and_ends_with_its_log_named(tm
 
 
 async def test_terminate_lets_it_end_by_itself(tmp_path):
-    handle = await start_owned([sys.executable, "-c", LISTENS], tmp_path / "log", timeout_s=20.0)
+    handle = await start_announced(
+        [sys.executable, "-c", LISTENS], tmp_path / "log", env={}, timeout_s=20.0
+    )
     await handle.terminate()
     assert f"code -{signal.SIGTERM.value}" in await handle.wait()
 
@@ -49,7 +52,9 @@ async def test_terminate_lets_it_end_by_itself(tmp_path):
 )
 async def test_a_process_that_does_not_come_up_is_an_error(tmp_path, program, timeout_s, message):
     with pytest.raises(GenerationError, match=message):
-        await start_owned([sys.executable, "-c", program], tmp_path / "log", timeout_s=timeout_s)
+        await start_announced(
+            [sys.executable, "-c", program], tmp_path / "log", env={}, timeout_s=timeout_s
+        )
 
 
 async def test_a_cancelled_start_leaves_no_process(tmp_path):
@@ -57,7 +62,7 @@ async def test_a_cancelled_start_leaves_no_process(tmp_path):
     os.mkfifo(pipe)
     program = f"import os, time; open({str(pipe)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     starting = asyncio.create_task(
-        start_owned([sys.executable, "-c", program], tmp_path / "log", timeout_s=30.0)
+        start_announced([sys.executable, "-c", program], tmp_path / "log", env={}, timeout_s=30.0)
     )
     pid = int(await asyncio.to_thread(pipe.read_text))
     starting.cancel()
@@ -68,23 +73,49 @@ async def test_a_cancelled_start_leaves_no_process(tmp_path):
 
 
 class Client:
-    """Answers /server_info while `alive`."""
+    """Answers /server_info while `alive`, /ready with `is_ready`."""
 
-    def __init__(self):
+    def __init__(self, slot):
         self.alive = True
+        self.is_ready = slot.is_ready
+        self.info = slot.info
         self.calls = []
+        self._asked = slot.changed
 
     async def server_info(self, *, timeout_s):
         self.calls.append(Route.SERVER_INFO)
         if not self.alive:
             raise GenerationError("no answer", retryable=True)
-        return ServerInfo(version="fake")
+        return self.info
+
+    async def ready(self):
+        self.calls.append(Route.READY)
+        self._asked.set()
+        return self.is_ready
+
+    async def pause(self, mode):
+        self.calls.append(Route.PAUSE)
 
     async def end_update(self, *, missing_ok=False):
         self.calls.append(Route.END_UPDATE)
 
+    async def destroy_group(self, group_name):
+        self.calls.append((Route.DESTROY_GROUP, group_name))
+
+    async def abort_all(self):
+        self.calls.append(Route.ABORT)
+
     async def resume(self):
         self.calls.append(Route.CONTINUE)
+
+    async def load(self):
+        return Load(max_total_num_tokens=100, max_running_requests=4)
+
+    async def context_length(self):
+        return 50
+
+    async def adopt(self, info):
+        self.calls.append("adopt")
 
     async def close(self):
         self.calls.append("close")
@@ -112,11 +143,14 @@ class Handle:
 class Slot:
     """An EngineSlot whose processes are fakes, with a way to wait for its changes."""
 
-    def __init__(self, monkeypatch, *, owned=True, max_restarts=2, start_timeout_s=5.0):
+    def __init__(
+        self, monkeypatch, *, owned=True, max_restarts=2, start_timeout_s=5.0, is_ready=True
+    ):
         for name in ("FIRST_BACKOFF_S", "LONGEST_BACKOFF_S", "READY_RETRY_S"):
             monkeypatch.setattr(lifecycle, name, 0.001)
         self.handles, self.clients, self.ids = [], [], []
-        self.owned = owned
+        self.info = ServerInfo(version="fake")
+        self.owned, self.is_ready = owned, is_ready
         self.start_failures = 0
         self.changed = asyncio.Event()
         self.slot = EngineSlot(
@@ -138,7 +172,7 @@ class Slot:
         return self.handles[-1]
 
     def make_client(self, url):
-        self.clients.append(Client())
+        self.clients.append(Client(self))
         return self.clients[-1]
 
     async def life(self, number):
@@ -148,6 +182,13 @@ class Slot:
                 await self.changed.wait()
                 self.changed.clear()
         return self.slot.engine
+
+    async def until(self, condition):
+        """Wait for a change that makes it true."""
+        async with asyncio.timeout(5):
+            while not condition():
+                await self.changed.wait()
+                self.changed.clear()
 
     async def end(self):
         self.task.cancel()
@@ -220,11 +261,59 @@ async def test_the_budget_of_restarts_ends(monkeypatch):
 
 
 async def test_an_attached_engine_is_waited_for_and_cleaned_up(monkeypatch):
-    slot = Slot(monkeypatch, owned=False, max_restarts=0, start_timeout_s=0.001)
+    slot = Slot(monkeypatch, owned=False, max_restarts=0, start_timeout_s=5.0)
     engine = await slot.life(1)
-    assert slot.clients[0].calls[:3] == [Route.SERVER_INFO, Route.END_UPDATE, Route.CONTINUE]
+    cleanup = [Route.SERVER_INFO, Route.PAUSE, Route.END_UPDATE, Route.CONTINUE, Route.READY]
+    assert slot.clients[0].calls[:7] == [*cleanup, Route.ABORT, "adopt"]
+    assert (engine.num_slots, engine.info.context_length) == (3, 50)
+    engine.update_group = "of-a-dead-trainer"
     engine.condemn("quarantine")
     again = await slot.life(2)
     assert again.engine_id != engine.engine_id
+    assert slot.clients[1].calls[3] == (Route.DESTROY_GROUP, "of-a-dead-trainer")
     assert not slot.slot.failed, "restarts are for engines of our own"
     await slot.end()
+
+
+async def test_a_server_that_still_starts_is_waited_for(monkeypatch):
+    slot = Slot(monkeypatch, is_ready=False)
+    await slot.until(lambda: slot.clients and Route.READY in slot.clients[0].calls)
+    assert slot.slot.engine is None
+    assert Route.ABORT not in slot.clients[0].calls, "its warm-up request must not be aborted"
+    slot.clients[0].is_ready = True
+    await slot.life(1)
+    await slot.end()
+
+
+async def test_an_engine_that_is_not_ready_gets_no_requests(monkeypatch):
+    slot = Slot(monkeypatch)
+    engine = await slot.life(1)
+    engine.begin_update()
+    engine.commit(WeightsName(1, 0), 1, "checksum")
+    assert engine.serving
+    slot.clients[0].is_ready = False
+    await slot.until(lambda: not engine.serving)
+    assert engine.status.state is EngineState.PAUSED
+    slot.clients[0].is_ready = True
+    await slot.until(lambda: engine.serving)
+    assert engine.status.state is EngineState.SERVING
+    await slot.end()
+
+
+async def test_an_engine_that_is_not_ready_for_too_long_is_replaced(monkeypatch):
+    slot = Slot(monkeypatch, owned=False, start_timeout_s=0.02)
+    await slot.life(1)
+    slot.clients[0].is_ready = False
+    await slot.life(2)
+    assert "not ready for" in slot.slot.last_error
+    await slot.end()
+
+
+@pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"pp_size": 2}], ids=str)
+async def test_a_server_that_no_update_reaches_whole_is_refused_at_once(monkeypatch, sizes):
+    slot = Slot(monkeypatch, max_restarts=0, start_timeout_s=600.0)
+    slot.info = ServerInfo(version="fake", **sizes)
+    await asyncio.wait_for(slot.task, 5)
+    assert slot.slot.failed
+    assert f"the server has {next(iter(sizes))} 2" in slot.slot.last_error
+    assert slot.clients[0].calls == [Route.SERVER_INFO, "close"]
