@@ -21,6 +21,7 @@ import torch.distributed as dist
 from async_grpo.algorithms.staleness import is_fresh
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
+from async_grpo.config.staleness import OverAge
 from async_grpo.errors import ConfigError, PeerError
 from async_grpo.interfaces import TrainerReplay
 from async_grpo.metrics.states import StateClock
@@ -47,6 +48,7 @@ def main(config: Config) -> None:
     """Train until `run.num_train_steps`, or until SIGTERM; both return normally.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C; the first one only after the step under way and a checkpoint.
         ConfigError: the address has no port, there is more than one rank, or the model is unfit.
         PeerError: the replay server or the groups failed to come within their deadlines.
         NumericsError: a loss or gradient norm was not finite.
@@ -57,7 +59,7 @@ def main(config: Config) -> None:
             "server listens on (it writes its address to replay/address in the run directory)"
         )
     with ExitStack() as stack:
-        sigterm = stack.enter_context(_Sigterm())
+        signals = stack.enter_context(_StopSignals())
         stack.enter_context(_one_rank())
         loop = LoopThread("replay-client")
         stack.callback(loop.close)
@@ -65,39 +67,48 @@ def main(config: Config) -> None:
         trainer = _load(config)
         client = loop.call(_connect(config))
         stack.callback(lambda: loop.call(client.close()))
-        _train(config, trainer, client, loop, clock, sigterm)
+        _train(config, trainer, client, loop, clock, signals)
 
 
 class _Terminated(BaseException):
     """SIGTERM came before the first draw. No Exception: libraries that load models catch those."""
 
 
-class _Sigterm:
-    """What SIGTERM does: end the start-up, or the run after the step under way.
+class _StopSignals:
+    """What SIGTERM and Ctrl-C do: end the start-up, or the run after the step under way.
 
-    Handles nothing outside the main thread, where Python allows no handlers.
+    A second Ctrl-C ends it at once. Handles nothing outside the main thread, where Python allows no
+    handlers.
     """
 
     def __init__(self) -> None:
         self.request_stop: Callable[[], None] | None = None
         """set once there are steps to finish"""
-        self._before: Any = None
+        self._interrupted = False
+        self._before: dict[signal.Signals, Any] = {}
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._interrupted or self.request_stop is None:
+                raise KeyboardInterrupt
+            self._interrupted = True
         if self.request_stop is None:
             raise _Terminated
         self.request_stop()
 
-    def __enter__(self) -> "_Sigterm":
+    def __enter__(self) -> "_StopSignals":
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         if kind is _Terminated:
             logger.info("SIGTERM before the first step")
+        if kind is None and self._interrupted:
+            raise KeyboardInterrupt  # for the exit code
         return kind is _Terminated
 
 
@@ -127,6 +138,7 @@ def _load(config: Config) -> _Trainer:
         config.trainer,
         num_train_steps=config.run.num_train_steps,
         reference=reference,
+        max_staleness=config.staleness.max_staleness,
     )
     weights = PolicyWeights(policy, seed=config.run.seed, tolerance=config.weights.probe_tolerance)
     return _Trainer(policy, step, weights)
@@ -171,7 +183,7 @@ def _train(
     client: TrainerClient,
     loop: LoopThread,
     clock: StateClock,
-    sigterm: _Sigterm,
+    signals: _StopSignals,
 ) -> None:
     """The whole run after loading."""
     directory = RunDirectory(Path(config.run.output_dir))
@@ -202,7 +214,7 @@ def _train(
         stack.callback(loop.cancel_calls)
         stack.callback(feed.close)
         stack.callback(evaluations.close)
-        sigterm.request_stop = _all(feed.request_stop, evaluations.request_stop)
+        signals.request_stop = _all(feed.request_stop, evaluations.request_stop)
         board = directory.tensorboard if config.metrics.tensorboard else None
         writer = stack.enter_context(MetricsWriter(directory.metrics, board, first_step=first))
         witness = stack.enter_context(StepWitness(directory.steps))
@@ -271,8 +283,12 @@ class _Steps:
             self._require_fresh(batch)
             in_queue_s = batch.in_queue_s()
             with self._clock.during("working"):
-                outcome = self._trainer.step.apply(batch.groups, batch.train_version)
-            witness.write(self._progress.incarnation, batch)
+                outcome = self._trainer.step.apply(
+                    batch.groups,
+                    batch.train_version,
+                    weights=[leased.keep_weight for leased in batch.leased],
+                )
+            witness.write(self._progress.incarnation, batch, config.staleness.max_staleness)
             with self._clock.during("syncing"):
                 self._ack_and_publish(batch)
             with self._clock.during("working"):
@@ -291,12 +307,13 @@ class _Steps:
 
     def _require_fresh(self, batch: Batch) -> None:
         bound = self._config.staleness.max_staleness
+        masks = self._config.staleness.over_age is OverAge.mask_tokens
         for group in batch.groups:
-            oldest = group.oldest_weights()
-            if oldest and not is_fresh(batch.train_version, oldest.policy_version, bound):
+            deciding = (max if masks else min)(group.weights_tokens(), default=None)
+            if deciding and not is_fresh(batch.train_version, deciding.policy_version, bound):
                 raise PeerError(
                     f"the replay server handed out group {group.group_id}/{group.attempt} of "
-                    f"{oldest} for a step from version {batch.train_version}: older than "
+                    f"{deciding} for a step from version {batch.train_version}: older than "
                     f"staleness.max_staleness={bound}"
                 )
 
