@@ -3,6 +3,7 @@
 Log-probabilities are in nats, float32, at the sampling temperature, of the full distribution.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -183,13 +184,16 @@ class RolloutGroup:
         """Sampled tokens of the group."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
 
+    def weights_tokens(self) -> Counter[WeightsName]:
+        """Trainable tokens by the weights that sampled them."""
+        tokens: Counter[WeightsName] = Counter()
+        for rollout in self.rollouts:
+            for sequence in rollout.sequences:
+                for segment in sequence.segments:
+                    if segment.weights is not None and segment.trainable and segment.num_tokens:
+                        tokens[segment.weights] += segment.num_tokens
+        return tokens
+
     def oldest_weights(self) -> WeightsName | None:
         """The oldest weights that sampled a trainable token; None if there is no such token."""
-        names = [
-            segment.weights
-            for rollout in self.rollouts
-            for sequence in rollout.sequences
-            for segment in sequence.segments
-            if segment.weights is not None and segment.trainable and segment.num_tokens
-        ]
-        return min(names, default=None)
+        return min(self.weights_tokens(), default=None)

@@ -15,6 +15,7 @@ from async_grpo.analysis.ledger_reading import LedgerReading
 from async_grpo.analysis.witnesses import check_generators, check_steps
 from async_grpo.config.load import load_config
 from async_grpo.config.run_directory import RunDirectory
+from async_grpo.config.staleness import OverAge
 from async_grpo.errors import ConfigError
 
 MAX_PROBLEMS_SHOWN = 50
@@ -35,7 +36,7 @@ class AuditReport:
     duplicates_trained: int = 0
     max_staleness_trained: int = 0
     tokens: dict[str, int] = field(default_factory=dict)
-    """stored, trained (surviving steps), and rolled_back tokens"""
+    """stored; trained and over_age (masked), of surviving steps; rolled_back"""
     publish_sequence: int = 0
     evaluation: dict[str, int] = field(default_factory=dict)
     """rounds; tickets = evaluated + failed + open; apart from all figures above"""
@@ -92,6 +93,7 @@ def audit(run_dir: Path) -> AuditReport:
     reading = LedgerReading(
         groups_per_step=config.replay.groups_per_step,
         max_staleness=config.staleness.max_staleness,
+        masks_over_age=config.staleness.over_age is OverAge.mask_tokens,
     )
     for number, record in read_lines(directory.ledger, problems):
         reading.read(number, record)

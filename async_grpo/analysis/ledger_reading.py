@@ -4,6 +4,7 @@ Deliberately shares no code with the replay core: it is the second opinion that 
 Problems are collected, not raised, so that one lie does not hide the next.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,12 +30,17 @@ class StoredGroup:
     """What the ledger says of a stored attempt."""
 
     num_tokens: int
-    weights: list[tuple[int, int]]
-    """(incarnation, policy_version) of its runs of trainable tokens"""
+    weights: dict[tuple[int, int], int]
+    """(incarnation, policy_version) -> trainable tokens"""
 
-    def oldest(self) -> tuple[int, int]:
-        """The name with the smallest policy_version."""
-        return min(self.weights, key=lambda name: (name[1], name[0]), default=(0, 0))
+    def oldest(self, not_before: float) -> tuple[int, int]:
+        """The name with the smallest policy_version >= `not_before`; (0, 0): there is none."""
+        names = [name for name in self.weights if name[1] >= not_before]
+        return min(names, key=lambda name: (name[1], name[0]), default=(0, 0))
+
+    def num_before(self, version: float) -> int:
+        """Trainable tokens of versions before `version`."""
+        return sum(count for name, count in self.weights.items() if name[1] < version)
 
 
 @dataclass(slots=True)
@@ -53,6 +59,8 @@ class LedgerReading:
 
     groups_per_step: int
     max_staleness: int
+    masks_over_age: bool = False
+    """`staleness.over_age: mask_tokens`: a trained group may hold older tokens, untrained"""
     tickets: dict[int, Ticket] = field(default_factory=dict)
     stored: dict[Key, StoredGroup] = field(default_factory=dict)
     """of every attempt that was ever stored"""
@@ -118,7 +126,7 @@ class LedgerReading:
         summary = record["summary"]
         key = (summary["group_id"], summary["attempt"])
         self._ticket(*key, "claimed").place = "stored"
-        weights = [(name[0], name[1]) for name, _ in summary["weights_tokens"]]
+        weights = {(name[0], name[1]): count for name, count in summary["weights_tokens"]}
         self.stored[key] = StoredGroup(summary["num_tokens"], weights)
         self.tokens["stored"] += summary["num_tokens"]
 
@@ -184,7 +192,7 @@ class LedgerReading:
             if stored is None:
                 self._problem(f"step {step.step} trained {key}, which was never stored")
                 continue
-            self.tokens["trained"] += stored.num_tokens
+            self._count_trained(stored, step.step, 1)
             staleness = self.staleness(key, step.step)
             if staleness > self.max_staleness:
                 self._problem(
@@ -195,9 +203,21 @@ class LedgerReading:
             if off:
                 self._problem(f"step {step.step} trained {key}, sampled off-lineage by {off}")
 
+    def not_before(self, step: int) -> float:
+        """Tokens of earlier versions are masked in a step that started from version `step`."""
+        return step - self.max_staleness if self.masks_over_age else -math.inf
+
+    def _count_trained(self, stored: StoredGroup, step: int, sign: int) -> int:
+        """Add (1) or take back (-1) the tokens of a trained group; returns their number."""
+        masked = stored.num_before(self.not_before(step))
+        self.tokens["trained"] += sign * (stored.num_tokens - masked)
+        if masked:
+            self.tokens["over_age"] += sign * masked
+        return stored.num_tokens - masked
+
     def staleness(self, key: Key, step: int) -> int:
-        """Of a group's oldest token in a step that started from version `step`."""
-        return step - self.stored[key].oldest()[1]
+        """Of a group's oldest trained token in a step that started from version `step`."""
+        return step - self.stored[key].oldest(self.not_before(step))[1]
 
     def highest_staleness(self) -> int:
         """Over all surviving steps."""
@@ -245,9 +265,8 @@ class LedgerReading:
             self._trained.difference_update(group_id for group_id, _ in step.groups)
             for group_id, attempt in step.groups:
                 self._reopen(self._ticket(group_id, attempt, "trained"), "rolled_back")
-                num_tokens = self.stored[group_id, attempt].num_tokens
-                self.tokens["trained"] -= num_tokens
-                self.tokens["rolled_back"] += num_tokens
+                stored = self.stored[group_id, attempt]
+                self.tokens["rolled_back"] += self._count_trained(stored, step.step, -1)
         self.voided += self.steps[version:]
         del self.steps[version:]
         self.restored.append(version)
@@ -269,6 +288,13 @@ class LedgerReading:
         """An eval ticket or round."""
         if problem := _EVAL_READERS[record["type"]](self.evals, record):
             self._problem(problem)
+
+    def set_depth(self, record: Json) -> None:
+        """The trainer changed how far generators may run ahead."""
+        if record["incarnation"] != len(self.restored):
+            self._problem(f"depth {record['depth']} is set by a fenced incarnation")
+        if not 0 <= record["depth"] <= self.max_staleness:
+            self._problem(f"depth {record['depth']} is not within 0 to {self.max_staleness}")
 
     def ignore(self, record: Json) -> None:
         """A record that the accounting does not depend on."""
@@ -312,6 +338,7 @@ _READERS: dict[str, Callable[[LedgerReading, Json], None]] = {
     "Released": LedgerReading.release,
     "Trained": LedgerReading.train,
     "Settled": LedgerReading.settle,
+    "DepthSet": LedgerReading.set_depth,
     "TrainerStarted": LedgerReading.start_trainer,
     "Announced": LedgerReading.announce,
     "WentLive": LedgerReading.go_live,

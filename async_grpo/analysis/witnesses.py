@@ -58,9 +58,11 @@ def _compare(reading: LedgerReading, step: Step, line: Json) -> Iterable[str]:
         stored = reading.stored.get(key)
         if stored is None:
             continue
-        incarnation, version = stored.oldest()
+        not_before = reading.not_before(step.step)
+        incarnation, version = stored.oldest(not_before)
         expected = {
             "num_tokens": stored.num_tokens,
+            "num_over_age": stored.num_before(not_before),
             "oldest": f"{incarnation}.{version}",
             "staleness": step.step - version,
         }

@@ -50,6 +50,8 @@ class TrainSequence:
     """position of its first trained token in the batch's order"""
     truncated: bool = False
     """it was cut by its length"""
+    weight: float = 1.0
+    """of its loss, beside others of the batch"""
 
     @property
     def num_input_tokens(self) -> int:
@@ -83,8 +85,11 @@ class MicroBatch:
         return int(self.targets.shape[0])
 
 
-def _sequence(group: int, completion: Completion, advantage: float) -> TrainSequence:
+def _sequence(
+    group: int, completion: Completion, advantage: float, oldest_version: int
+) -> TrainSequence:
     versions = np.asarray(token_versions(completion.segments), dtype=np.int64)
+    versions[versions < oldest_version] = -1
     trained = versions >= 0
     if not len(versions) == completion.num_tokens == len(completion.behavior_logprobs):
         raise ValueError(
@@ -110,23 +115,32 @@ def _sequence(group: int, completion: Completion, advantage: float) -> TrainSequ
 
 
 def sequences_of(
-    groups: Sequence[RolloutGroup], advantages: Sequence[Sequence[float]]
+    groups: Sequence[RolloutGroup],
+    advantages: Sequence[Sequence[float]],
+    *,
+    oldest_version: int = 0,
+    weights: Sequence[float] | None = None,
 ) -> list[TrainSequence]:
     """All sequences with a trained token, in the order of the batch.
 
     Args:
         groups: the drawn groups.
         advantages: one per rollout of each group; all sequences of a rollout share it.
+        oldest_version: tokens of earlier versions are context only, as if nobody could train them.
+        weights: of each group, scaled here to a mean of 1; None: all the same.
 
     Raises:
         ValueError: lengths of tokens, log-probs and segments differ, or a prompt is empty.
     """
     found = [
-        _sequence(position, completion, advantage)
+        _sequence(position, completion, advantage, oldest_version)
         for position, (group, values) in enumerate(zip(groups, advantages, strict=True))
         for rollout, advantage in zip(group.rollouts, values, strict=True)
         for completion in rollout.sequences
     ]
+    if weights is not None:
+        for sequence in found:
+            sequence.weight = weights[sequence.group] * len(groups) / sum(weights)
     kept = [sequence for sequence in found if sequence.num_trained]
     slot = 0
     for sequence in kept:

@@ -46,6 +46,8 @@ class StepOutcome:
     """of each optimizer update"""
     grad_norms: list[float] = field(default_factory=list)
     lr: float = 0.0
+    num_over_age: int = 0
+    """tokens that were too old to be trained"""
 
 
 @dataclass(slots=True)
@@ -77,7 +79,23 @@ class TrainStep:
         *,
         num_train_steps: int,
         reference: PolicyModel | None = None,
+        max_staleness: int | None = None,
     ) -> None:
+        """Prepare for train steps on `policy`.
+
+        Args:
+            policy: the one to train.
+            algorithm: the objective.
+            trainer: optimizer and packing.
+            num_train_steps: of the run, for the learning rate's schedule.
+            reference: the frozen policy of the KL term.
+            max_staleness: train no token that is older than so many versions; None: whoever hands
+                out groups has seen to that.
+
+        Raises:
+            ValueError: a KL term without a reference policy.
+            ConfigError: an attribute of the user's cannot be resolved.
+        """
         if algorithm.kl_coef > 0 and reference is None:
             raise ValueError("kl_coef > 0 needs a reference policy")
         self._policy, self._reference = policy, reference
@@ -85,16 +103,24 @@ class TrainStep:
         self._objective, self._advantage = make_objective(algorithm), make_advantage(algorithm)
         logger.info("objective %s: %s", algorithm.preset, objective_line(algorithm))
         self._aggregation = Aggregation(algorithm.aggregation.value)
+        self._max_staleness = max_staleness
         self._num_updates = num_train_steps * trainer.updates_per_step
         parameters = ((n, p) for n, p in policy.module.named_parameters() if p.requires_grad)
         self.optimizer = PolicyOptimizer(parameters, trainer)
 
-    def apply(self, groups: Sequence[RolloutGroup], train_version: int) -> StepOutcome:
+    def apply(
+        self,
+        groups: Sequence[RolloutGroup],
+        train_version: int,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> StepOutcome:
         """One or more optimizer updates on `groups`.
 
         Args:
             groups: what one draw returned.
             train_version: version of the weights now; the step makes it train_version + 1.
+            weights: of each group's loss, scaled here to a mean of 1; None: all the same.
 
         Raises:
             NumericsError: a reward, the loss or the gradient norm is not finite; the update was
@@ -105,13 +131,23 @@ class TrainStep:
             advantages = group_advantages(self._algorithm, self._advantage, groups)
         except NumericsError as error:
             raise NumericsError(_message(str(error), train_version, groups)) from error
-        sequences = sequences_of(groups, advantages)
+        oldest = 0 if self._max_staleness is None else train_version - self._max_staleness
+        sequences = sequences_of(groups, advantages, oldest_version=oldest, weights=weights)
         if not sequences:
             raise ValueError("no group of the batch has a token to train on")
         updates = self._split(groups, sequences)
         batch = self._prepare(sequences, train_version, num_updates=len(updates))
         batch.facts.num_first_update = sum(s.num_trained for s in updates[0])
-        outcome = StepOutcome(sequences=sequences, tokens=batch.facts)
+        outcome = StepOutcome(
+            sequences=sequences,
+            tokens=batch.facts,
+            num_over_age=sum(
+                count
+                for group in groups
+                for name, count in group.weights_tokens().items()
+                if name.policy_version < oldest
+            ),
+        )
         for number, part in enumerate(updates):
             update = train_version * self._trainer.updates_per_step + number
             outcome.lr = learning_rate(self._trainer, update, self._num_updates)
@@ -174,9 +210,10 @@ class TrainStep:
         self, sequences: list[TrainSequence], num_tokens: Sequence[int]
     ) -> list[MicroBatch]:
         """Packed `sequences`, weighted by how many tokens of each count."""
+        shares = sequence_token_weights(self._aggregation, num_tokens)
         return make_microbatches(
             sequences,
-            sequence_token_weights(self._aggregation, num_tokens),
+            [s.weight * share for s, share in zip(sequences, shares, strict=True)],
             tokens_per_microbatch=self._trainer.tokens_per_microbatch,
             dtype=self._policy.accumulation_dtype,
             device=self._policy.device,

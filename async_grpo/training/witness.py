@@ -25,19 +25,22 @@ class StepWitness:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, incarnation: int, batch: Batch) -> None:
-        """One line, flushed."""
+    def write(self, incarnation: int, batch: Batch, max_staleness: int) -> None:
+        """One line, flushed. Tokens beyond `max_staleness` were not trained, only counted."""
+        version = batch.train_version
         groups: list[dict[str, Any]] = []
         for group in batch.groups:
-            oldest = group.oldest_weights()
-            age = batch.train_version - oldest.policy_version if oldest else 0
+            tokens = group.weights_tokens()
+            trained = [n for n in tokens if version - n.policy_version <= max_staleness]
+            oldest = min(trained, default=None)
             groups.append(
                 {
                     "group_id": group.group_id,
                     "attempt": group.attempt,
                     "num_tokens": group.num_tokens,
+                    "num_over_age": tokens.total() - sum(tokens[name] for name in trained),
                     "oldest": str(oldest) if oldest else None,
-                    "staleness": age,
+                    "staleness": version - oldest.policy_version if oldest else 0,
                 }
             )
         line = {

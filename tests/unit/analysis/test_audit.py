@@ -25,7 +25,8 @@ staleness: {max_staleness: 1, pipeline_depth: 1}
 class RunFiles:
     """The witnesses of a run, to be changed and then written."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: str = CONFIG) -> None:
+        self.config = config
         self.ledger: list[Json] = [
             {"type": "DatasetAgreed", "fingerprint": "f", "num_prompts": 9},
             {"type": "TrainerStarted", "incarnation": 1, "restored_version": 0, "instance": "t"},
@@ -52,7 +53,7 @@ class RunFiles:
     def write(self, directory: Path) -> Path:
         """Write them as a run directory."""
         (directory / "logs").mkdir()
-        (directory / "config.yaml").write_text(CONFIG)
+        (directory / "config.yaml").write_text(self.config)
         for name, lines in (
             ("ledger.jsonl", self.ledger),
             ("steps.jsonl", self.steps),
@@ -113,8 +114,8 @@ def announced(number: int, sequence: int, weights: list[int]) -> Json:
 
 def step(number: int, draw_number: int, group_id: int, oldest: str, staleness: int) -> Json:
     group = {
-        "group_id": group_id, "attempt": 1, "num_tokens": 5, "oldest": oldest,
-        "staleness": staleness,
+        "group_id": group_id, "attempt": 1, "num_tokens": 5, "num_over_age": 0,
+        "oldest": oldest, "staleness": staleness,
     }  # fmt: skip
     return {
         "incarnation": 1, "step": number, "policy_version": number + 1,
@@ -439,3 +440,43 @@ def test_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_directory_without_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.yaml is missing"):
         audit(tmp_path)
+
+
+MASKING = CONFIG.replace("max_staleness: 1", "max_staleness: 0").replace(
+    "pipeline_depth: 1", "pipeline_depth: 0, over_age: mask_tokens"
+)
+
+
+def masked_files() -> RunFiles:
+    """Step 1 trains a group of which 2 of 5 tokens are of version 0, with S = 0."""
+    files = RunFiles(MASKING)
+    files.find("Stored", 1)["summary"]["weights_tokens"] = [[[1, 0], 2], [[1, 1], 3]]
+    files.steps[1]["groups"][0] |= {"num_over_age": 2, "oldest": "1.1", "staleness": 0}
+    files.steps[1]["max_staleness"] = 0
+    return files
+
+
+def test_masked_tokens_are_not_trained_tokens(tmp_path: Path) -> None:
+    report = audited(masked_files(), tmp_path)
+
+    assert report.problems == []
+    assert report.tokens == {"stored": 10, "trained": 8, "over_age": 2}
+    assert report.max_staleness_trained == 0
+
+
+def test_a_trainer_that_masked_too_little_is_named(tmp_path: Path) -> None:
+    files = masked_files()
+    files.steps[1]["groups"][0]["num_over_age"] = 1
+
+    (problem,) = audited(files, tmp_path).problems
+
+    assert "has num_over_age 1, the ledger says 2" in problem
+
+
+def test_a_group_with_nothing_but_masked_tokens_must_not_be_trained(tmp_path: Path) -> None:
+    files = masked_files()
+    files.find("Stored", 1)["summary"]["weights_tokens"] = [[[1, 0], 5]]
+
+    problems = audited(files, tmp_path).problems
+
+    assert any("at staleness 1 > 0" in problem for problem in problems)
