@@ -20,15 +20,16 @@ from async_grpo.errors import ConfigError, GenerationError
 from async_grpo.generation.handles import OwnedEngine
 from async_grpo.transport.parent import CHILD_VARIABLE, start_child_async
 
-UNTIL_PARENT_ENDS = """
+UNTIL_PARENT_ENDS = f"""
+unset {CHILD_VARIABLE}
 exec 3<&0
-{ trap "" TERM; cat <&3 >/dev/null; kill -KILL 0; } &
+{{ trap "" TERM; cat <&3 >/dev/null; kill -KILL 0; }} &
 exec "$@" 3<&- </dev/null
 """
 """SGLang takes no notice of its parent's death. A second process in its group does: it reads the
 parent's pipe (`transport.parent`) and at its end kills the group. It outlives SIGTERM, which is for
 the server."""
-_OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", CHILD_VARIABLE)
+_OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would make another interpreter find our packages."""
 
 

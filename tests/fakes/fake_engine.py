@@ -127,6 +127,11 @@ class FakeEngine:
         max_in_flight: largest number of requests seen at once.
         pauses: the mode of each pause so far.
         num_flushes: successful flushes so far.
+        missing: routes that this "version" does not have.
+
+    Args:
+        like_sglang: sizes are told as SGLang tells them: its context by /v1/models, its slots by
+            /v1/loads, its vocabulary by the refusal of a request.
     """
 
     def __init__(
@@ -139,8 +144,11 @@ class FakeEngine:
         manual: bool = False,
         weight_version: str = "default",
         keys: EngineKeys | None = None,
+        like_sglang: bool = False,
     ) -> None:
         self.url = ""
+        self.missing: set[Path] = set()
+        self._like_sglang = like_sglang
         self._keys = keys or EngineKeys()
         self.pauses: list[PauseMode] = []
         self.num_flushes = 0
@@ -302,6 +310,8 @@ class FakeEngine:
         return ModelInfo(model_path="fake", weight_version=self.weight_version, model_type="fake")
 
     def server_info(self) -> ServerInfo:
+        if self._like_sglang:
+            return ServerInfo(version="0.5.23")
         return ServerInfo(
             version="fake",
             engine="embedded",
@@ -515,6 +525,10 @@ class FakeEngine:
         await self._notify()
         pending = self._faults.get(path)
         fault = pending.popleft() if pending else None
+        if path in self.missing:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        if self._like_sglang and (answer := self._sizes(self.calls[-1])) is not None:
+            return answer
         if fault is Fault.HANG:
             await self._hanging.wait()
         if fault is Fault.STATUS_500:
@@ -523,3 +537,13 @@ class FakeEngine:
             return web.json_response({"success": False, "message": "scripted"}, status=400)
         async with self._with_fault(fault):
             return await handler(http)
+
+    def _sizes(self, call: Call) -> web.Response | None:
+        """What only SGLang answers."""
+        if call.path is Path.MODELS:
+            return web.json_response({"data": [{"max_model_len": self._limits.context_length}]})
+        if call.path is Path.GENERATE and "logit_bias" in call.body["sampling_params"]:
+            last = self._limits.vocab_size - 1
+            message = f"logit_bias must has keys in [0, {last}], got -1."
+            return web.json_response({"error": {"message": message}}, status=400)
+        return None

@@ -118,6 +118,106 @@ async def test_the_vocabulary_is_the_one_the_server_tells_or_the_policys():
         await client.close()
 
 
+async def test_a_silent_server_has_one_question_open_at_a_time():
+    async with connected() as (engine, client):
+        engine.fail_next(Route.SERVER_INFO, Fault.HANG)
+        for _ in range(3):
+            with pytest.raises(GenerationError, match="/server_info did not answer") as caught:
+                await client.server_info(timeout_s=0.02)
+            assert caught.value.retryable
+        assert engine.num_calls(Route.SERVER_INFO) == 1
+        engine.release_hanging()
+        assert (await client.server_info(timeout_s=5.0)).version == "fake"
+        assert engine.num_calls(Route.SERVER_INFO) == 1
+        assert (await client.server_info(timeout_s=5.0)).version == "fake"
+        assert engine.num_calls(Route.SERVER_INFO) == 2
+
+
+async def test_a_question_that_is_open_when_the_client_is_closed_fails():
+    async with connected() as (engine, client):
+        engine.fail_next(Route.SERVER_INFO, Fault.HANG)
+        question = asyncio.create_task(client.server_info(timeout_s=30.0))
+        await engine.called(Route.SERVER_INFO)
+        await client.close()
+        with pytest.raises(GenerationError, match="closed") as caught:
+            await question
+        assert caught.value.retryable
+
+
+async def test_ready_is_what_the_server_says():
+    async with connected() as (engine, client):
+        assert await client.ready()
+        await client.pause(PauseMode.RETRACT)
+        assert not await client.ready()
+        engine.missing.add(Route.READY)
+        assert await client.ready(), "an older server has no such call"
+        engine.missing.clear()
+        engine.fail_next(Route.READY, Fault.STATUS_500)
+        with pytest.raises(GenerationError):
+            await client.ready()
+
+
+async def test_a_server_without_update_sessions_is_updated_without():
+    """Row 21: they became mandatory in 0.5.23, and do not exist before."""
+    async with connected() as (engine, client):
+        engine.missing = {Route.BEGIN_UPDATE, Route.END_UPDATE}
+        with pytest.raises(GenerationError, match="404"):
+            await client.end_update()
+        await client.end_update(missing_ok=True)
+        calls = len(engine.calls)
+        await client.begin_update()
+        await client.end_update()
+        assert len(engine.calls) == calls
+
+
+async def test_a_refused_key_is_no_missing_session():
+    async with FakeEngine(keys=EngineKeys("a")) as engine:
+        client = HttpEngineClient(engine.url, control_timeout_s=2.0)
+        with pytest.raises(GenerationError, match="401"):
+            await client.end_update(missing_ok=True)
+        with pytest.raises(GenerationError, match="401"):
+            await client.destroy_group("any")
+        await client.close()
+
+
+@pytest.mark.parametrize("like_sglang", [False, True])
+async def test_another_vocabulary_than_the_policys_is_refused(like_sglang):
+    async with FakeEngine(vocab_size=8, like_sglang=like_sglang) as engine:
+        for policys, message in (
+            (8, ""),
+            (None, ""),
+            (64, "of 8 token ids, but the policy has 64"),
+        ):
+            client = HttpEngineClient(engine.url, control_timeout_s=2.0, vocab_size=policys)
+            info = await client.server_info(timeout_s=2.0)
+            if message:
+                with pytest.raises(GenerationError, match=message) as caught:
+                    await client.adopt(info)
+                assert not caught.value.retryable
+            else:
+                await client.adopt(info)
+                request = msgspec.structs.replace(REQUEST, input_ids=[8])
+                with pytest.raises(GenerationError, match=r"must be in \[0, 8\)"):
+                    await client.generate(request, timeout_s=2.0)
+            await client.close()
+        assert not any(8 in call.body.get("input_ids", ()) for call in engine.calls)
+
+
+async def test_there_are_as_many_connections_as_slots_and_more_for_control():
+    async with connected(manual=True, max_running_requests=2) as (engine, client):
+        await client.adopt(await client.server_info(timeout_s=2.0))
+        requests = [msgspec.structs.replace(REQUEST, rid=str(number)) for number in range(3)]
+        calls = [asyncio.create_task(client.generate(r, timeout_s=30.0)) for r in requests]
+        await engine.until(lambda: len(engine.running) == 2)
+        await client.abort("none")  # needs no slot
+        assert len(engine.running) == 2
+        await engine.step(4)
+        await engine.until(lambda: engine.num_calls(Route.GENERATE) == 3)
+        await engine.step(4)
+        await asyncio.gather(*calls)
+        assert engine.max_in_flight == 2
+
+
 async def test_the_load_and_the_flush():
     async with connected(manual=True) as (engine, client):
         await client.flush_cache()
