@@ -76,6 +76,7 @@ def token_metrics(
     num_sampled = sum(group.num_tokens for group in groups)
     values = {
         "tokens/trained": num_trained,
+        "tokens/over_age": outcome.num_over_age,
         "masked_fraction": 1 - num_trained / num_sampled,
         "excluded_fraction": 1 - int(facts.kept.sum()) / num_sampled,
         "entropy": float(facts.entropy.mean()),

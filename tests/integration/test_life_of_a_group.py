@@ -219,7 +219,7 @@ async def test_life_of_a_group(config, tmp_path):
             assert [group.group_id for group in first.groups] == [0, 1]
             with StepWitness(directory.steps) as witness:
                 step.apply(first.groups, 0)
-                witness.write(1, first)
+                witness.write(1, first, 2)
             await trainer.ack(0, 1, [(g.group_id, g.attempt) for g in first.groups])
             assert (await monitor.stats()).claimed == 2, "trained, but not yet live: no new ticket"
             await publisher.publish(V1, fresh=False)
@@ -278,7 +278,7 @@ async def test_life_of_a_group(config, tmp_path):
             assert torch.equal(facts.proximal_logprobs, facts.policy_logprobs)
             assert len(outcome.losses) == 1
             with StepWitness(directory.steps) as witness:
-                witness.write(1, second)
+                witness.write(1, second, 2)
 
             # 13. The version grows, the lease is acked, once.
             keys = [(g.group_id, g.attempt) for g in second.groups]

@@ -8,7 +8,9 @@ import torch
 
 from async_grpo.config.algorithm import Aggregation, AlgorithmSection
 from async_grpo.config.trainer import TrainerSection
+from async_grpo.metrics.registry import checked
 from async_grpo.training.step import TrainStep
+from async_grpo.training.step_metrics import token_metrics
 from tests.fakes.tiny_policy import random_groups, tiny_policy
 
 
@@ -89,3 +91,16 @@ def test_equal_weights_change_nothing():
 
     assert torch.equal(plain, weighted)
     assert outcome.losses == other.losses
+
+
+def test_metrics_are_over_trained_tokens_and_count_the_others():
+    groups = random_groups(2, version=1)
+    num_sampled = sum(group.num_tokens for group in groups)
+    _, outcome = gradient_of(groups, max_staleness=0)
+
+    values = checked(token_metrics(outcome, groups, 1, AlgorithmSection()))
+
+    assert values["tokens/over_age"] == outcome.num_over_age > 0
+    assert values["tokens/trained"] == num_sampled - outcome.num_over_age
+    assert values["masked_fraction"] == pytest.approx(outcome.num_over_age / num_sampled)
+    assert values["staleness/max"] == values["staleness/mean"] == 0
