@@ -115,6 +115,8 @@ _DECLARED = (
     ("grad_norm", "", "before clipping, mean over the step's optimizer updates"),
     ("lr", "", "of the step's last optimizer update"),
     ("tokens/trained", "tokens", "trained in this step"),
+    ("tokens/over_age", "tokens", "of this step's groups that were too old to be trained "
+     "(`staleness.over_age: mask_tokens`)"),
     ("tokens/trained_per_s", "tokens/s", "trained in this step / time/step_s"),
     ("tokens/generated", "tokens", "of all groups that finished since the draw before"),
     ("groups/generated", "groups", "that finished since the draw before"),
