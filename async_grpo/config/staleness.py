@@ -93,5 +93,7 @@ class StalenessSection:
                 f"{where}.pipeline_depth ({self.pipeline_depth}) must be left out or equal "
                 f"{where}.force ({force})"
             )
+        if self.keep_weight_cap is not None:
+            yield f"{where}.keep_weight_cap has no effect with {where}.force: no group grows stale"
         if self.draw_order is DrawOrder.completion:
             yield f"{where}.draw_order=completion has no effect with {where}.force: leave it out"

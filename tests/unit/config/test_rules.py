@@ -7,6 +7,7 @@ import pytest
 from async_grpo.config.load import load_config
 from async_grpo.config.rules import group_bytes_bound, max_groups, warnings
 from async_grpo.errors import ConfigError
+from async_grpo.replay.core.settings import CoreSettings
 
 
 @pytest.fixture
@@ -47,6 +48,10 @@ ONE_FIELD = [
     ("replay.peer_timeout_s=3.9", "replay.peer_timeout_s (3.9) must be at least twice"),
     ("staleness.max_staleness=-1", "staleness.max_staleness must be >= 0"),
     ("staleness.pipeline_depth=5", "staleness.pipeline_depth (5) must be <= staleness.max_stale"),
+    ("staleness.min_fresh_fraction=0", "staleness.min_fresh_fraction must be in (0, 1], got 0"),
+    ("staleness.keep_weight_cap=1", "staleness.keep_weight_cap must be > 1, got 1"),
+    ("staleness.force=-1", "staleness.force must be >= 0"),
+    ("staleness.force=5", "staleness.force (5) must be <= staleness.max_staleness (4)"),
     ("algorithm.clip_low=1", "algorithm.clip_low must be between 0 and 1"),
     ("algorithm.clip_high=0", "algorithm.clip_high must be > 0"),
     ("algorithm.dual_clip=1.28", "algorithm.dual_clip must exceed 1 + clip_high"),
@@ -91,6 +96,27 @@ def test_no_publish_means_no_progress(base: Path) -> None:
     load_config(base, ["weights.publish_every=3"])
     (problem,) = problems_of(base, "weights.publish_every=4")
     assert problem.startswith("weights.publish_every (4) must be <= staleness.pipeline_depth + 1")
+
+
+FORCED = [
+    ("staleness.pipeline_depth=1", "staleness.pipeline_depth (1) must be left out or equal"),
+    ("staleness.draw_order=completion", "staleness.draw_order=completion has no effect with"),
+    ("staleness.keep_weight_cap=3", "staleness.keep_weight_cap has no effect with"),
+    ("weights.publish_every=2", "weights.publish_every (2) must be 1 with staleness.force"),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), FORCED)
+def test_forced_staleness_leaves_no_choice(base: Path, override: str, expected: str) -> None:
+    (problem,) = problems_of(base, "staleness.force=2", override)
+    assert problem.startswith(expected)
+
+
+def test_forced_staleness_resolves_depth_and_order(base: Path) -> None:
+    config = load_config(base, ["staleness.force=3"])
+    assert (config.staleness.depth, config.staleness.order) == (3, "ticket")
+    settings = CoreSettings.from_config(config)
+    assert (settings.forced, settings.pipeline_depth, settings.draw_order) == (True, 3, "ticket")
 
 
 def test_the_buffer_holds_one_step(base: Path) -> None:
@@ -142,6 +168,7 @@ def test_a_good_configuration_has_no_warning(base: Path) -> None:
         (["engine.urls=[http://a:1]", "engine.num_engines=2"], "engine.num_engines has no effect"),
         (["engine.urls=[http://a:1]", "engine.python=p"], "engine.python has no effect with engi"),
         (["engine.server_args=['--x']"], "engine.server_args has no effect with engine.kind: em"),
+        (["staleness.min_fresh_fraction=0.9"], "staleness.min_fresh_fraction has no effect"),
         (["policy.maker_options.a=1"], "policy.maker_options has no effect"),
     ],
 )
