@@ -49,14 +49,24 @@ class RealRun:
     def directory(self) -> RunDirectory:
         return RunDirectory(self.root / "run")
 
-    def start(self, *overrides: str, num_steps: int) -> None:
-        config = self.root / "config.yaml"
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    def write_config(self, *, num_steps: int) -> None:
         text = CONFIG.format(root=self.root, model=self.model, num_steps=num_steps)
-        config.write_text(text)
-        args = [sys.executable, "-m", "async_grpo", "run", str(config), *overrides]
+        self.config.write_text(text)
+
+    def start(self, *overrides: str, num_steps: int) -> None:
+        self.write_config(num_steps=num_steps)
+        args = [sys.executable, "-m", "async_grpo", "run", str(self.config), *overrides]
         with (self.root / "output").open("wb") as output:
             self.process = subprocess.Popen(
-                args, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                args,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self.root,  # where it finds modules of its own
             )
 
     def finish(self, timeout_s: float = 150.0) -> int:
@@ -98,17 +108,7 @@ class RealRun:
 
     def descendants(self) -> list[int]:
         assert self.process is not None
-        found, todo = [], [self.process.pid]
-        while todo:
-            pid = todo.pop()
-            for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-                try:
-                    children = [int(child) for child in listing.read_text().split()]
-                except (FileNotFoundError, ProcessLookupError):
-                    continue
-                found += children
-                todo += children
-        return found
+        return descendants_of(self.process.pid)
 
     def pid_of(self, role: str) -> int:
         """The process whose command line has `role` as its subcommand."""
@@ -127,6 +127,21 @@ class RealRun:
     def left_over(self) -> list[str]:
         """Processes of the run that outlived it."""
         return [" ".join(command_line(pid)) for pid in self.seen if command_line(pid)]
+
+
+def descendants_of(ancestor: int) -> list[int]:
+    """Its children, their children, ..."""
+    found, todo = [], [ancestor]
+    while todo:
+        pid = todo.pop()
+        for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                children = [int(child) for child in listing.read_text().split()]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            found += children
+            todo += children
+    return found
 
 
 def command_line(pid: int) -> list[str]:

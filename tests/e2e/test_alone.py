@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_run import CONFIG
+from real_run import CONFIG, command_line, descendants_of
 
 from async_grpo.analysis.audit import audit
 from async_grpo.config.run_directory import RunDirectory
@@ -45,7 +47,20 @@ class Terminals:
         name = name or role
         command = [sys.executable, "-m", "async_grpo", role, str(self.root / "config.yaml"), *args]
         with (self.root / f"{name}.output").open("wb") as output:
-            self.processes[name] = subprocess.Popen(command, stdout=output, stderr=output)
+            # a session of its own, as each terminal has
+            self.processes[name] = subprocess.Popen(
+                command, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def ctrl_c(self, name: str) -> int:
+        """As the terminal sends it, to all processes in the foreground; the exit code."""
+        process = self.processes.pop(name)
+        children = descendants_of(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        code = process.wait(60)
+        left_over = [command_line(pid) for pid in children if command_line(pid)]
+        assert left_over == [], self.output(name)
+        return code
 
     def output(self, name: str) -> str:
         return (self.root / f"{name}.output").read_text(errors="replace")
@@ -143,3 +158,40 @@ def test_a_second_generator_joins_and_leaves(terminals: Terminals) -> None:
     report = audit(terminals.directory.root)
     assert report.ok, report.to_json()["problems"]
     assert report.to_json()["trained"] == terminals.num_steps() * 8
+
+
+def test_a_killed_trainer_is_started_again_by_hand(terminals: Terminals) -> None:
+    settings = ("run.num_train_steps=10", "trainer.checkpoint_every=3")
+    terminals.start("replay", *settings)
+    terminals.start("trainer", *settings)
+    terminals.start("generator", *settings, "--name", "generator-0")
+    terminals.until(lambda: terminals.num_steps() >= 5, "step 5")
+    killed = terminals.processes.pop("trainer")
+    killed.kill()
+    assert killed.wait(20) == -signal.SIGKILL
+    terminals.start("trainer", *settings, name="trainer-again")
+    terminals.finish()
+    report = audit(terminals.directory.root)
+    assert report.ok, report.to_json()["problems"]
+    assert (report.trained, report.duplicates_trained) == (10 * 8, 0)
+    steps = [json.loads(line) for line in terminals.directory.metrics.read_text().splitlines()]
+    assert [step["policy_version"] for step in steps] == list(range(1, 11))
+    restored = next(step["step"] for step in steps if step["incarnation"] == 2)
+    assert restored in (3, 6), "it goes on from a checkpoint"
+
+
+def test_ctrl_c_in_each_terminal(terminals: Terminals) -> None:
+    settings = ("run.num_train_steps=100000", "trainer.checkpoint_every=0")
+    terminals.start("replay", *settings)
+    terminals.start("trainer", *settings)
+    terminals.start("generator", *settings, "--name", "generator-0")
+    terminals.until(lambda: terminals.num_steps() >= 3, "step 3")
+    for name in ("trainer", "generator", "replay"):
+        assert terminals.ctrl_c(name) == 130, terminals.output(name)
+        assert "Traceback" not in terminals.output(name), terminals.output(name)
+    num_steps = terminals.num_steps()
+    assert (terminals.directory.checkpoints / f"1.{num_steps}").is_dir(), "nothing is lost"
+    report = audit(terminals.directory.root)
+    assert report.ok, report.to_json()["problems"]
+    assert report.trained == num_steps * 8
+    assert not report.to_json()["dropped"].get("reward_failed"), "a Ctrl-C is no failed reward"
