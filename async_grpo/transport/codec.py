@@ -159,12 +159,11 @@ def inspect_group(frames: Sequence[Frame], limits: GroupLimits) -> GroupSummary:
     _check_header_values(header, limits)
     ids, logprobs, arrays = _views(header, frames)
     _check_array_values(ids, logprobs, arrays, limits)
-    by_weights: dict[WeightsName, int] = {}
+    by_weights: dict[tuple[int, int], int] = {}
     for sequence in header.sequences():
         for run in sequence.segments:
             if run.weights is not None and run.trainable and run.num_tokens:
-                name = WeightsName(*run.weights)
-                by_weights[name] = by_weights.get(name, 0) + run.num_tokens
+                by_weights[run.weights] = by_weights.get(run.weights, 0) + run.num_tokens
     if not by_weights:
         raise CodecError("no trainable token")
     return GroupSummary(
@@ -174,7 +173,7 @@ def inspect_group(frames: Sequence[Frame], limits: GroupLimits) -> GroupSummary:
         num_completions=len(header.rollouts),
         num_tokens=int(logprobs.shape[0]),
         reward_sum=math.fsum(rollout.reward for rollout in header.rollouts),
-        weights_tokens=sorted(by_weights.items()),
+        weights_tokens=[(WeightsName(*name), num) for name, num in sorted(by_weights.items())],
     )
 
 

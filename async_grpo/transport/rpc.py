@@ -11,27 +11,21 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from async_grpo.errors import CodecError, ConfigError, PeerLost, RpcTimeout, VersionMismatch
 from async_grpo.replay_api.base import Error, ErrorCode, Message
 from async_grpo.replay_api.protocol import Reply, Request
 from async_grpo.transport import envelope
 from async_grpo.transport.group_header import Frame
+from async_grpo.transport.loop_socket import LoopSocket
 from async_grpo.transport.sockets import COMMON_OPTIONS, is_large, set_options, taken
 
 logger = logging.getLogger(__name__)
 
 _MAX_ERROR_CHARACTERS = 500
-_MAX_BATCH = 64
-"""Messages taken in one go before timers are looked at."""
-_TURNS_TO_HAND_OUT = 2
-"""Of the event loop, from a message's being read to its being handed to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +40,12 @@ class Incoming:
 
 
 class RpcServer:
-    """The one ROUTER. All methods belong to one event loop; no send ever blocks it."""
+    """The one ROUTER. All methods belong to one event loop; no send ever blocks it.
+
+    Attributes:
+        address: where it listens, with the port that the system chose.
+        num_malformed: messages that were not a request.
+    """
 
     def __init__(self, address: str, *, max_frame_bytes: int) -> None:
         """Bind.
@@ -60,12 +59,11 @@ class RpcServer:
         """
         self._max_frame_bytes = max(max_frame_bytes, envelope.MAX_ENVELOPE_BYTES)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stirred = asyncio.Event()
-        set_options(self._socket, COMMON_OPTIONS)
+        router = self._context.socket(zmq.ROUTER)
+        self._socket = LoopSocket(router)
+        set_options(router, COMMON_OPTIONS)
         set_options(
-            self._socket,
+            router,
             {
                 # A reply to a peer that is gone is an error we see, not a silent drop.
                 zmq.ROUTER_MANDATORY: 1,
@@ -77,47 +75,23 @@ class RpcServer:
             },
         )
         try:
-            self._socket.bind(address)
+            router.bind(address)
         except zmq.ZMQError as error:
             self.close(linger_s=0)
             raise ConfigError(f"replay.address: cannot bind {address}: {error.strerror}") from error
+        self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_malformed = 0
-
-    @property
-    def address(self) -> str:
-        """Where it listens, with the port that the system chose."""
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self, timeout_s: float) -> list[Incoming]:
         """Requests that have arrived; waits at most `timeout_s` for the first."""
-        if (received := self._arrived()) is not None:
+        messages = self._socket.arrived()
+        if messages:
             await asyncio.sleep(0)  # a steady stream must not starve the loop's other tasks
-            return received
-        # The library's descriptor stirs once for any number of arrivals: only after reading until
-        # there is nothing more, as just now, is it safe to wait for it.
-        self._watch_descriptor()
-        self._stirred.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                await self._stirred.wait()
-        return self._arrived() or []
-
-    def _watch_descriptor(self) -> None:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket.FD, self._stirred.set)
-
-    def _arrived(self) -> list[Incoming] | None:
-        """Requests that can be read without waiting; None: there was no message, good or bad."""
-        received: list[Incoming] = []
-        for number in range(_MAX_BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return received if number else None
-            if (incoming := self._open(frames)) is not None:
-                received.append(incoming)
-        return received
+        else:
+            await self._socket.stir(max(0.0, timeout_s))
+            messages = self._socket.arrived()
+        opened = [self._open(frames) for frames in messages]
+        return [incoming for incoming in opened if incoming is not None]
 
     def reply(self, to: Incoming, body: Message, payload: Sequence[Frame] = ()) -> None:
         """Answer `to`. A peer that is gone or does not read loses the reply, and will ask again."""
@@ -125,10 +99,7 @@ class RpcServer:
 
     def close(self, *, linger_s: float) -> None:
         """Give replies under way `linger_s` to leave."""
-        if self._loop is not None:
-            self._loop.remove_reader(self._socket.FD)
-            self._loop = None
-        self._socket.close(linger=round(linger_s * 1000))
+        self._socket.close(linger_s=linger_s)
         self._context.term()
 
     def _open(self, frames: Sequence[zmq.Frame]) -> Incoming | None:
@@ -163,9 +134,8 @@ class RpcServer:
         frames = [envelope.encode(request_id, body), *payload]
         envelope.check_sizes(frames, self._max_frame_bytes)
         try:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=not is_large(frames[1:]))
-        except zmq.Again:
-            logger.warning("%s does not read its replies; dropped one", peer.hex())
+            if not self._socket.send_now([peer, *frames], copy=not is_large(payload)):
+                logger.warning("%s does not read its replies; dropped one", peer.hex())
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -204,11 +174,12 @@ class RpcClient:
     def open(self) -> None:
         """Start connecting; returns at once."""
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        set_options(self._socket, COMMON_OPTIONS)
+        self._context = zmq.Context()
+        dealer = self._context.socket(zmq.DEALER)
+        self._socket = LoopSocket(dealer)
+        set_options(dealer, COMMON_OPTIONS)
         set_options(
-            self._socket,
+            dealer,
             {
                 zmq.IDENTITY: self._identity,
                 # 1 would throw away replies that had arrived when the connection broke. At 0 a try
@@ -224,8 +195,8 @@ class RpcClient:
                 zmq.RCVHWM: 0,
             },
         )
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self._address)
+        self._monitor = LoopSocket(dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        dealer.connect(self._address)
         self._tasks = [
             self._loop.create_task(self._receive(), name=f"receive {self.peer}"),
             self._loop.create_task(self._watch_connection(), name=f"monitor {self.peer}"),
@@ -242,9 +213,8 @@ class RpcClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
+        self._monitor.close(linger_s=0)
+        self._socket.close(linger_s=0)
         self._context.term()
 
     async def call(
@@ -299,7 +269,7 @@ class RpcClient:
         frames = [envelope.encode(request_id, request), *payload]
         try:
             async with asyncio.timeout(timeout_s):
-                await self._socket.send_multipart(frames, copy=not is_large(frames[1:]))
+                await self._socket.send(frames, copy=not is_large(payload))
                 attempt.sent = True
                 return await attempt.answer
         except TimeoutError:
@@ -309,18 +279,26 @@ class RpcClient:
 
     async def _receive(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart(copy=False)
-            try:
-                request_id, body = envelope.open_envelope(frames[0].bytes)
-                reply = envelope.decode_reply(body)
-            except CodecError as error:
-                logger.warning("%s sent what this release cannot read: %s", self.peer, error)
-                continue
-            except VersionMismatch as error:
-                message, request_id = error.args
-                if (answer := self._awaited(request_id)) is not None:
-                    answer.set_exception(VersionMismatch(f"{self.peer}: {message}"))
-                continue
+            self._hand_out()
+            await self._socket.stir()
+
+    def _hand_out(self) -> None:
+        """Give all replies that have arrived to those who wait for them."""
+        while messages := self._socket.arrived():
+            for frames in messages:
+                self._hand_out_one(frames)
+
+    def _hand_out_one(self, frames: Sequence[zmq.Frame]) -> None:
+        try:
+            request_id, body = envelope.open_envelope(frames[0].bytes)
+            reply = envelope.decode_reply(body)
+        except CodecError as error:
+            logger.warning("%s sent what this release cannot read: %s", self.peer, error)
+        except VersionMismatch as error:
+            message, request_id = error.args
+            if (answer := self._awaited(request_id)) is not None:
+                answer.set_exception(VersionMismatch(f"{self.peer}: {message}"))
+        else:
             if (answer := self._awaited(request_id)) is not None:
                 answer.set_result(Answer(reply, [taken(frame) for frame in frames[1:]]))
 
@@ -332,24 +310,15 @@ class RpcClient:
     async def _watch_connection(self) -> None:
         """What was sent over a connection that is lost may be lost too: send it again."""
         while True:
-            await recv_monitor_message(self._monitor)
+            if not self._monitor.arrived():
+                await self._monitor.stir()
+                continue
             logger.info("%s: connection lost, reconnecting", self.peer)
-            sent_before = [attempt for attempt in self._tries.values() if attempt.sent]
-            await self._let_receive()
-            for attempt in sent_before:
-                if not attempt.answer.done():
+            # A server that ends closes right behind its last replies, which are answers too.
+            self._hand_out()
+            for attempt in self._tries.values():
+                if attempt.sent and not attempt.answer.done():
                     attempt.answer.set_result(None)
-
-    async def _let_receive(self) -> None:
-        """Until `_receive` has handed out all replies that arrived before the connection broke.
-
-        A server that ends closes right behind its last replies; they are answers none the less.
-        """
-        quiet_turns = 0
-        while quiet_turns < _TURNS_TO_HAND_OUT:
-            waiting = int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
-            quiet_turns = 0 if waiting else quiet_turns + 1
-            await asyncio.sleep(0)
 
 
 def backoff(first_s: float = 0.05, most_s: float = 2.0) -> Iterator[float]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import zmq
-import zmq.asyncio
 
 from async_grpo.transport.group_header import Frame
 
@@ -23,9 +22,7 @@ COMMON_OPTIONS: Mapping[int, int | bytes] = {
 }
 
 
-def set_options(
-    socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", options: Mapping[int, int | bytes]
-) -> None:
+def set_options(socket: "zmq.Socket[bytes]", options: Mapping[int, int | bytes]) -> None:
     """Set each option."""
     for option, value in options.items():
         socket.setsockopt(option, value)

@@ -159,7 +159,7 @@ async def test_replies_sent_just_before_the_server_closed_are_answers():
             blocking.send_multipart([peer, envelope.encode(request_id, Ok())])
         router.close(linger=5000)
         context.term()
-        assert select.select([client._monitor.FD], [], [], 10)[0]
+        assert select.select([client._monitor.descriptor], [], [], 10)[0]
         answers = await asyncio.gather(*calls)
     assert [answer.reply for answer in answers] == [Ok()] * num_calls
 
@@ -278,3 +278,35 @@ async def test_flood_of_malformed_messages_does_not_slow_honest_peers():
         raw.close(linger=0)
         context.term()
         server.close(linger_s=0)
+
+
+async def test_more_calls_than_the_queue_holds_wait_for_room_and_lose_nothing(tmp_path):
+    address = f"ipc://{tmp_path}/server"
+    asked: list[int] = []
+
+    def note(server: RpcServer, incoming: Incoming) -> None:
+        asked.append(incoming.request.number)
+        server.reply(incoming, Ok())
+
+    async with client_of(address) as client:
+        calls = [
+            asyncio.create_task(
+                client.call(Claim(number=number, wait_s=0), timeout_s=50, try_timeout_s=40)
+            )
+            for number in range(100)
+        ]
+        async with serving(note, address):
+            async with asyncio.timeout(20):
+                await asyncio.gather(*calls)
+    assert asked == list(range(100))  # in order, each once
+
+
+async def test_call_that_gives_up_while_it_waits_for_room_leaves_its_place(tmp_path):
+    address = f"ipc://{tmp_path}/server"
+    async with client_of(address) as client:
+        calls = [client.call(Stats(), timeout_s=0.2, try_timeout_s=0.2) for _ in range(40)]
+        refused = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(error) for error in refused] == [RpcTimeout] * 40
+        async with serving(echo, address):
+            answer = await client.call(Stats(), timeout_s=20, try_timeout_s=20)
+    assert answer.reply == Ok()
