@@ -64,7 +64,7 @@ class PauseMode(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
-    """`sampling_params` of /generate. We always send all of the first five."""
+    """`sampling_params` of /generate. All are always sent: a server fills in what is left out."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -75,6 +75,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     min_new_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     skip_special_tokens: bool = True
     sampling_seed: int | None = None
 
@@ -147,6 +150,8 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     max_running_requests: int | None = None
     context_length: int | None = None
     dtype: str = "auto"
+    enable_deterministic_inference: bool = False
+    """requests without a seed then all have the same one"""
     engine: str = "sglang"
     """ours adds "embedded" here"""
     vocab_size: int | None = None
@@ -279,9 +284,18 @@ class WeightsCheckerRequest(msgspec.Struct, kw_only=True):
     action: str = "checksum"
 
 
+class RankChecksums(msgspec.Struct, kw_only=True):
+    """Of one rank of a server."""
+
+    checksums: dict[str, str] = {}
+    """by the server's own names of its tensors, which fuse some of Hugging Face's"""
+
+
 class WeightsCheckerReply(msgspec.Struct, kw_only=True):
     """Reply of /weights_checker: compare `per_engine_checksum` between engines of one kind."""
 
     success: bool = True
     message: str = ""
     per_engine_checksum: str | None = None
+    ranks: list[RankChecksums] = []
+    """the embedded engine lists none: it refuses tensors that it does not know"""

@@ -26,6 +26,10 @@ RESERVED_SERVER_ARGS = frozenset(
 reaches the ranks of one data-parallel and one pipeline-parallel replica on one machine."""
 
 
+RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""Variable of SGLang that makes its log-probs those of another distribution."""
+
+
 @dataclass(kw_only=True)
 class EngineSection:
     """The inference servers that a generator drives."""
@@ -123,6 +127,11 @@ class EngineSection:
             flag = argument.partition("=")[0]
             if flag in RESERVED_SERVER_ARGS:
                 yield f"{where}.server_args: {flag} is set by other fields, or not supported"
+        if self.environment.get(RAW_LOGPROBS, "0") != "0":
+            yield (
+                f"{where}.environment: {RAW_LOGPROBS} makes SGLang return log-probs of temperature "
+                "1, whatever it samples at; the trainer needs those that it sampled with"
+            )
         for devices in self.device_ids:
             if len(devices.split(",")) < self.tensor_parallel_size:
                 yield (

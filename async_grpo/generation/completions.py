@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_grpo.engine_api import GenerateReply, MetaInfo, WeightVersionSpan
+from async_grpo.engine_api import GenerateReply, MetaInfo
 from async_grpo.errors import GenerationError
 from async_grpo.types import Completion, FinishReason, Int32Array, Segment, WeightsName
 
@@ -62,14 +62,12 @@ def part_from_reply(
     if not num_tokens:
         return NOTHING  # aborts in the waiting queue may lack every other field
     logprobs = _logprobs(reply)
-    spans = meta.weight_versions
-    if not spans and meta.weight_version == str(prompt_weights):
-        # no update came between request and reply, or the last token would have another version
-        spans = [WeightVersionSpan(version=meta.weight_version, start=0, end=num_tokens)]
     return Part(
         token_ids=reply.output_ids,
         logprobs=logprobs,
-        segments=_segments(meta, spans, num_tokens, prompt_weights, keeps_kv),
+        segments=_segments(meta, num_tokens, prompt_weights, keeps_kv)
+        if meta.weight_versions
+        else [_segment_without_spans(meta, num_tokens, prompt_weights)],
         finish_reason=None if kind == "abort" else FinishReason(kind),
     )
 
@@ -134,9 +132,17 @@ def _logprobs(reply: GenerateReply) -> list[float]:
     return logprobs
 
 
+def _segment_without_spans(meta: MetaInfo, num_tokens: int, prompt_weights: WeightsName) -> Segment:
+    """Of a server that names only the weights of the last token: the oldest that it can have been.
+
+    The log-probs are right all the same; the staleness is an upper bound.
+    """
+    last = _weights(meta, meta.weight_version)
+    return Segment(weights=prompt_weights, num_tokens=num_tokens, kv_mixed=last != prompt_weights)
+
+
 def _segments(
     meta: MetaInfo,
-    spans: list[WeightVersionSpan],
     num_tokens: int,
     prompt_weights: WeightsName,
     keeps_kv: KeepsKv,
@@ -148,14 +154,12 @@ def _segments(
     segments: list[Segment] = []
     position = num_recomputed = 0
     weights_before, kv_mixed = prompt_weights, False
-    for span in spans:
+    for span in meta.weight_versions:
         if span.start != position or span.end <= span.start:
             raise _refused(
                 meta.id, f"weight span [{span.start}, {span.end}) after {position} tokens"
             )
-        weights = WeightsName.parse(span.version)
-        if weights is None:
-            raise UnknownWeights(f"request {meta.id}: tokens sampled under {span.version!r}")
+        weights = _weights(meta, span.version)
         if weights != weights_before:
             kv_mixed = keeps_kv(weights)
             num_recomputed += position > 0 and not kv_mixed
@@ -172,6 +176,13 @@ def _segments(
             for segment in segments[1:]
         ]
     return segments
+
+
+def _weights(meta: MetaInfo, version: str) -> WeightsName:
+    weights = WeightsName.parse(version)
+    if weights is None:
+        raise UnknownWeights(f"request {meta.id}: tokens sampled under {version!r}")
+    return weights
 
 
 def _refused(rid: str, problem: str) -> GenerationError:

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
+import zlib
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,12 +89,16 @@ class _Draft:
             return FinishReason.LENGTH
         return None
 
-    def rest(self, rid: str, namespace: str) -> GenerateRequest:
+    def rest(self, rid: str, namespace: str, *, seed: int | None) -> GenerateRequest:
         """The request for what is still to be sampled."""
-        budget = self.params.max_new_tokens - len(self._token_ids)
+        params = msgspec.structs.replace(
+            self.params,
+            max_new_tokens=self.params.max_new_tokens - len(self._token_ids),
+            sampling_seed=seed,
+        )
         return GenerateRequest(
             input_ids=[*self.request.prompt.token_ids, *self._token_ids],
-            sampling_params=msgspec.structs.replace(self.params, max_new_tokens=budget),
+            sampling_params=params,
             rid=rid,
             return_logprob=True,
             extra_key=namespace,
@@ -202,13 +207,21 @@ class Sampler:
         weights = engine.weights
         assert weights is not None, "the router gives out serving engines only"
         self._check(engine, draft)
+        seeded = engine.info.enable_deterministic_inference
+        request = draft.rest(rid, str(weights), seed=_seed(rid) if seeded else None)
         try:
-            reply = await engine.client.generate(
-                draft.rest(rid, str(weights)), timeout_s=self._section.request_timeout_s
-            )
-        except asyncio.CancelledError:
+            reply = await engine.client.generate(request, timeout_s=self._section.request_timeout_s)
+        except (asyncio.CancelledError, GenerationError):
+            # it may go on there: nobody waits for it
             self._later(self._abort(engine, rid))
             raise
+        num_read = reply.meta_info.prompt_tokens
+        if reply.output_ids and num_read not in (0, len(request.input_ids)):
+            raise GenerationError(
+                f"engine {engine.engine_id} read {num_read} of the {len(request.input_ids)} tokens "
+                f"of request {rid}: it must not truncate prompts",
+                retryable=False,
+            )
         try:
             return part_from_reply(reply, prompt_weights=weights, keeps_kv=engine.keeps_kv)
         except UnknownWeights as error:
@@ -241,6 +254,11 @@ class Sampler:
         """Wait for aborts under way; each has the client's deadline."""
         if self._aborts:
             await asyncio.wait(self._aborts)
+
+
+def _seed(rid: str) -> int:
+    """Every request its own, so that the members of a group differ."""
+    return zlib.crc32(rid.encode())
 
 
 def _sampling_params(

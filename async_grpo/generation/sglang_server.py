@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from async_grpo.config.engine import EngineSection
+from async_grpo.config.engine import RAW_LOGPROBS, EngineSection
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError, GenerationError
@@ -22,13 +22,15 @@ from async_grpo.transport.parent import CHILD_VARIABLE, start_child_async
 
 UNTIL_PARENT_ENDS = f"""
 unset {CHILD_VARIABLE}
+keys=$1
+shift
 exec 3<&0
-{{ trap "" TERM; cat <&3 >/dev/null; kill -KILL 0; }} &
+{{ trap "" TERM; cat <&3 >/dev/null; rm -f "$keys"; kill -KILL 0; }} &
 exec "$@" 3<&- </dev/null
 """
 """SGLang takes no notice of its parent's death. A second process in its group does: it reads the
-parent's pipe (`transport.parent`) and at its end kills the group. It outlives SIGTERM, which is for
-the server."""
+parent's pipe (`transport.parent`) and at its end removes the file with the keys and kills the
+group. It outlives SIGTERM, which is for the server."""
 _OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would make another interpreter find our packages."""
 
@@ -76,22 +78,19 @@ async def start_sglang(
     Raises:
         GenerationError: no port is free, or the program cannot be started.
     """
-    given = config.engine.environment
-    env = {
-        name: value
-        for name, value in env.items()
-        if name not in _OF_OUR_ENVIRONMENT or name in given
-    }
+    ours = set(_OF_OUR_ENVIRONMENT) - set(config.engine.environment)
+    env = {name: value for name, value in env.items() if name not in ours} | {RAW_LOGPROBS: "0"}
     with ExitStack() as stack:
         port = stack.enter_context(_reserved_port(config.engine.host)).getsockname()[1]
-        args = sglang_args(config, port)
+        args, key_file = sglang_args(config, port), ""
         if keys.api or keys.admin:
-            args += ["--config", str(stack.enter_context(_KeyFile(keys)).path)]
+            key_file = str(stack.enter_context(_KeyFile(keys)).path)
+            args += ["--config", key_file]
         try:
             with _open_log(log, private=bool(keys.api or keys.admin)) as output:
                 log_start = output.tell()
                 process = await start_child_async(
-                    ["/bin/sh", "-c", UNTIL_PARENT_ENDS, "sglang", *args],
+                    ["/bin/sh", "-c", UNTIL_PARENT_ENDS, "sglang", key_file, *args],
                     env=env,
                     stdout=output,
                     stderr=output,

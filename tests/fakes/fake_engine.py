@@ -132,6 +132,7 @@ class FakeEngine:
     Args:
         like_sglang: sizes are told as SGLang tells them: its context by /v1/models, its slots by
             /v1/loads, its vocabulary by the refusal of a request.
+        deterministic: /server_info says that it is.
     """
 
     def __init__(
@@ -145,10 +146,12 @@ class FakeEngine:
         weight_version: str = "default",
         keys: EngineKeys | None = None,
         like_sglang: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self.url = ""
         self.missing: set[Path] = set()
         self._like_sglang = like_sglang
+        self._deterministic = deterministic
         self._keys = keys or EngineKeys()
         self.pauses: list[PauseMode] = []
         self.num_flushes = 0
@@ -319,6 +322,7 @@ class FakeEngine:
             context_length=self._limits.context_length,
             vocab_size=self._limits.vocab_size,
             dtype="float32",
+            enable_deterministic_inference=self._deterministic,
         )
 
     def load(self) -> Load:
@@ -446,7 +450,7 @@ class FakeEngine:
 
     def _advance(self, running: _Running, num_tokens: int) -> None:
         params = running.request.sampling_params
-        eos = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else {EOS})
+        eos = set() if params.ignore_eos else {EOS, *(params.stop_token_ids or ())}
         for _ in range(num_tokens):
             at = len(running.token_ids)
             token = running.script.token_ids[at]

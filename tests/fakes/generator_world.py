@@ -122,6 +122,7 @@ class World:
         owned: bool = True,
         manual: bool = False,
         slots: int = 64,
+        deterministic: bool = False,
         context_length: int = 512,
         rewards: RewardPool | None = None,
         max_restarts: int = 2,
@@ -151,6 +152,7 @@ class World:
         self._owned = owned
         self._manual = manual
         self._slots = slots
+        self._deterministic = deterministic
         self._context_length = context_length
         self.witness_path = directory / "witness.jsonl"
         self.samples_path = directory / "samples.jsonl"
@@ -167,6 +169,7 @@ class World:
                 max_running_requests=self._slots,
                 context_length=self._context_length,
                 seed=len(self.engines),
+                deterministic=self._deterministic,
             )
             await engine.start()
             self.engines.append(engine)

@@ -79,6 +79,12 @@ def test_flags_of_sglang_that_other_fields_set_are_refused(base: Path, flag: str
     assert problem.startswith(f"engine.server_args: {flag.partition('=')[0]} is set by")
 
 
+def test_sglang_returns_the_log_probs_it_samples_with(base: Path) -> None:
+    """Row 11; B032."""
+    (problem,) = problems_of(base, *SGLANG, "engine.environment.SGLANG_RETURN_ORIGINAL_LOGPROB=1")
+    assert problem.startswith("engine.environment: SGLANG_RETURN_ORIGINAL_LOGPROB makes SGLang")
+
+
 def test_an_engine_has_a_device_for_each_of_its_ranks(base: Path) -> None:
     two_ranks = [*SGLANG, "engine.tensor_parallel_size=2"]
     load_config(base, [*two_ranks, "engine.device_ids=['0,1']"])

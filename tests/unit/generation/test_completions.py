@@ -88,10 +88,12 @@ def test_an_engine_that_did_not_recompute_is_not_believed():
     ]
 
 
-def test_without_spans_one_version_is_enough_if_it_did_not_move():
+def test_without_spans_the_oldest_weights_that_it_can_have_been_count():
+    """Row 18; B044: one tag on a request that an update may have crossed."""
     assert segments(reply(spans=())) == [(V3, 3, False)]
-    with pytest.raises(GenerationError, match="spans cover 0 of 3"):
-        part(reply(spans=(), weight_version="1.4"))
+    assert segments(reply(spans=(), weight_version="1.4")) == [(V3, 3, True)]
+    with pytest.raises(UnknownWeights):
+        part(reply(spans=(), weight_version="default"))
 
 
 def test_parts_are_joined_exactly():

@@ -99,6 +99,7 @@ async def running(place: Place, keys: EngineKeys, **engine: object):
 async def test_the_command_says_everything_that_the_configuration_does(place, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/ours")
     monkeypatch.setenv("VIRTUAL_ENV", "/ours")
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     engine = {
         "model": "a-copy", "tensor_parallel_size": 2, "context_length": 99,
         "max_running_requests": 5, "device_ids": ["6,7"], "environment": {"NCCL_DEBUG": "INFO"},
@@ -114,6 +115,7 @@ async def test_the_command_says_everything_that_the_configuration_does(place, mo
         assert said["env"]["CUDA_VISIBLE_DEVICES"] == "6,7"
         assert said["env"]["NCCL_DEBUG"] == "INFO"
         assert not {"PYTHONPATH", "VIRTUAL_ENV", CHILD_VARIABLE} & set(said["env"])
+        assert said["env"]["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
         assert handle.owned
 
 
@@ -176,7 +178,7 @@ import asyncio, pathlib, sys
 from tests.unit.generation.test_sglang_server import EngineKeys, Place, engine_starts
 async def main():
     config = Place(pathlib.Path(sys.argv[1])).config()
-    (start,) = engine_starts(config, "gen", [], EngineKeys())
+    (start,) = engine_starts(config, "gen", [], EngineKeys("a-key"))
     handle = await start("gen/0#1")
     await handle.wait()
 asyncio.run(main())
@@ -185,11 +187,13 @@ asyncio.run(main())
         sys.executable, "-c", program, str(place.directory)
     )
     ended = asyncio.create_task(place.ended())
-    await place.started()
+    said = await place.started()
     generator.kill()
     await generator.wait()
     async with asyncio.timeout(20):
         await ended
+    with pytest.raises(FileNotFoundError):
+        os.stat(said["args"][-1])
 
 
 def test_an_interpreter_that_is_not_there_is_named(place):
