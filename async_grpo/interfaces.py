@@ -15,6 +15,7 @@ from async_grpo.engine_api import (
     ModelInfo,
     PauseMode,
     ServerInfo,
+    UpdateFromDiskRequest,
     UpdateFromDistributedRequest,
 )
 from async_grpo.replay_api.generator import WatchReply
@@ -200,8 +201,16 @@ class EngineClient(Protocol):
         """Receive one bucket."""
         ...
 
+    async def update_from_disk(self, request: UpdateFromDiskRequest, *, timeout_s: float) -> None:
+        """Load a directory of safetensors."""
+        ...
+
     async def checksum(self) -> str:
         """Checksum over all weights."""
+        ...
+
+    async def tensor_names(self) -> set[str]:
+        """Names of all tensors, as the server has them."""
         ...
 
     async def close(self) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from async_grpo.config.ranges import positive
+from async_grpo.config.policy import DType
+from async_grpo.config.ranges import not_negative, positive
 
 
 class Backend(StrEnum):
@@ -15,30 +16,67 @@ class Backend(StrEnum):
     nccl = "nccl"
 
 
+class Transport(StrEnum):
+    """How weights travel from trainer rank 0 to engines."""
+
+    broadcast = "broadcast"
+    disk = "disk"
+    http = "http"
+
+
+PROBE_TOLERANCES = {DType.float64: 1e-3, DType.float32: 1e-3, DType.bfloat16: 0.3}
+"""Above the noise between two implementations of one model, of the worst log-prob of the probe."""
+
+
 @dataclass(kw_only=True)
 class WeightsSection:
     """Weight sync."""
 
     publish_every: int = 1
     """Train steps between publishes."""
+    transport: Transport = Transport.broadcast
+    """broadcast: by an update group of each cell; disk: as safetensors in `directory`; http:
+    trainer rank 0 serves safetensors from memory, each generator fetches them."""
+    late_transport: Transport | None = None
+    """`transport` of an engine that started late or missed an update, and needs the present weights
+    between two publishes; null: the same."""
     bucket_bytes: int = 512 << 20
-    """Size of one broadcast."""
+    """Size of one broadcast, or of one file."""
     backend: Backend = Backend.auto
     """auto: nccl if both sides are on GPUs, else gloo."""
     host: str = "127.0.0.1"
-    """Address of trainer rank 0 that engines can reach."""
+    """Address of trainer rank 0 that engines can reach; with http, generators."""
+    directory: str = ""
+    """disk: a directory of this run alone that trainer, generators and engines see under this path;
+    empty: `weights` in the run directory. Holds the newest weights, twice while they change."""
+    download_directory: str = ""
+    """http: where a generator puts what it fetches; its engines must see it under this path. Empty:
+    a temporary directory."""
     engines_per_cell: int = 1
     """Engines that share one update group; a death costs one cell."""
     timeout_s: float = 120.0
     """Deadline of each phase of an update."""
+    check_names: bool = True
+    """Before its first update, ask an SGLang server whether it has every tensor that is to be sent:
+    it ignores unknown names silently. false for a model whose names it changes in its own way."""
     max_failures: int = 5
     """Failed updates in a row after which an engine is dead."""
-    probe_tolerance: float = 1e-3
-    """Largest |log-prob difference| (nats) between trainer and engine on the probe."""
+    probe_tolerance: float = 0.0
+    """Largest |log-prob difference| (nats) between trainer and engine on the probe; 0: by
+    policy.dtype, 0.3 for bfloat16 and 0.001 else."""
+
+    def transports(self) -> set[Transport]:
+        """All that may be used."""
+        return {self.transport, self.late_transport or self.transport}
 
     def problems(self, where: str) -> Iterator[str]:
         """Every complaint about this section."""
         yield from positive(
             where, self, "publish_every", "bucket_bytes", "engines_per_cell", "timeout_s",
-            "max_failures", "probe_tolerance",
+            "max_failures",
         )  # fmt: skip
+        yield from not_negative(where, self, "probe_tolerance")
+        if self.directory and Transport.disk not in self.transports():
+            yield f"{where}.directory has no effect unless {where}.transport is disk"
+        if self.download_directory and Transport.http not in self.transports():
+            yield f"{where}.download_directory has no effect unless {where}.transport is http"

@@ -27,6 +27,7 @@ from async_grpo.engine_api import (
     PauseMode,
     PauseRequest,
     ServerInfo,
+    UpdateFromDiskRequest,
     UpdateFromDistributedRequest,
     WeightsCheckerReply,
     WeightsCheckerRequest,
@@ -225,19 +226,45 @@ class HttpEngineClient:
         """Receive one bucket."""
         await self._control(Path.UPDATE_FROM_DISTRIBUTED, request, timeout_s)
 
+    async def update_from_disk(self, request: UpdateFromDiskRequest, *, timeout_s: float) -> None:
+        """Load a directory of safetensors."""
+        await self._control(Path.UPDATE_FROM_DISK, request, timeout_s)
+
     async def checksum(self) -> str:
         """Checksum over all weights.
 
         Raises:
             GenerationError: also when the server gives none.
         """
-        body = await self._repeat("POST", Path.WEIGHTS_CHECKER, WeightsCheckerRequest())
-        reply = self._http.decoded(WeightsCheckerReply, body, Path.WEIGHTS_CHECKER)
-        if not reply.success or reply.per_engine_checksum is None:
+        reply = await self._check_weights()
+        if reply.per_engine_checksum is None:
             raise GenerationError(
                 f"{self.url}{Path.WEIGHTS_CHECKER}: no checksum: {reply.message}", retryable=False
             )
         return reply.per_engine_checksum
+
+    async def tensor_names(self) -> set[str]:
+        """Names of all tensors, over all ranks.
+
+        Raises:
+            GenerationError: also when the server lists none.
+        """
+        reply = await self._check_weights()
+        names = {name for rank in reply.ranks for name in rank.checksums}
+        if not names:
+            raise GenerationError(
+                f"{self.url}{Path.WEIGHTS_CHECKER}: no tensors: {reply.message}", retryable=False
+            )
+        return names
+
+    async def _check_weights(self) -> WeightsCheckerReply:
+        body = await self._repeat("POST", Path.WEIGHTS_CHECKER, WeightsCheckerRequest())
+        reply = self._http.decoded(WeightsCheckerReply, body, Path.WEIGHTS_CHECKER)
+        if not reply.success:
+            raise GenerationError(
+                f"{self.url}{Path.WEIGHTS_CHECKER}: {reply.message}", retryable=False
+            )
+        return reply
 
     async def close(self) -> None:
         """Close connections: calls under way and later ones fail at once."""

@@ -3,34 +3,45 @@
 The replay server shows unfinished orders as state, again and again. Each (order, engine) runs once,
 in a task of its own, so that one stuck engine holds up nobody else. Waits:
 
+    for files, where weights travel as such: weights.timeout_s; requests go on meanwhile
     for `go` (the trainer listens and every engine of the cell has begun): ended by the order, by
         its abort or disappearance, at the latest after weights.timeout_s
     for the engine: every call of the receiver has its deadline
 
-An update that ends before `go` leaves the engine as it was. One that fails later leaves weights
-that nobody knows: the engine is condemned, and its slot kills or quarantines it.
+An update that ends before anything was sent leaves the engine as it was, also when the cell could
+not meet. One that fails later leaves weights that nobody knows: the engine is condemned, and its
+slot kills or quarantines it. Each engine is judged by its own answers, whatever became of the rest
+of its cell.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from async_grpo.config.generation import OnWeightUpdate
+from async_grpo.config.weights import WeightsSection
 from async_grpo.engine_api import PauseMode
 from async_grpo.errors import GenerationError, RemoteError, WeightSyncError
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.update_modes import choose_mode, kv_tokens
 from async_grpo.interfaces import Clock, GeneratorReplay
-from async_grpo.replay_parts import CellPhase, UpdateOrder
-from async_grpo.weights.receiver import WeightReceiver
+from async_grpo.replay_parts import CellPhase, Rendezvous, UpdateOrder, UpdateReport
+from async_grpo.weights.fetch import WeightFetcher
+from async_grpo.weights.receiver import WeightReceiver, was_refused
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[int, int]
 """(publish_sequence, cell_id)"""
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
+
+ABORT_GRACE_S = 5.0
+"""After an abort, for an engine that waits in a collective to notice by itself and answer: then it
+is known what it holds. A dead trainer's sockets tell it at once; nccl tells it nothing."""
 
 
 class _NotSent(Exception):  # noqa: N818 -- an outcome: the engine keeps its weights
@@ -44,8 +55,8 @@ class WeightDriver:
         replay: takes reports.
         engines: the engines that exist at the moment.
         spawn: starts a task whose failure ends the generator.
+        settings: section `weights`.
         on_weight_update: what becomes of requests in flight.
-        timeout_s: `weights.timeout_s`.
         clock: seconds between updates, and of recomputing.
     """
 
@@ -54,9 +65,9 @@ class WeightDriver:
         replay: GeneratorReplay,
         engines: Callable[[], Iterable[Engine]],
         spawn: Spawn,
+        settings: WeightsSection,
         *,
         on_weight_update: OnWeightUpdate,
-        timeout_s: float,
         clock: Clock = time.monotonic,
     ) -> None:
         self._on_weight_update = on_weight_update
@@ -64,7 +75,10 @@ class WeightDriver:
         self._replay = replay
         self._engines = engines
         self._spawn = spawn
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.timeout_s
+        self._check_names = settings.check_names
+        self._names_checked: set[str] = set()
+        self._fetcher = WeightFetcher(settings.download_directory, settings.timeout_s)
         self._orders: dict[Key, UpdateOrder] = {}
         self._seen: set[tuple[Key, str]] = set()
         self._news = asyncio.Event()
@@ -88,22 +102,19 @@ class WeightDriver:
                 else:
                     self._spawn(self._update(engine, key, order, rank))
 
+    def close(self) -> None:
+        """Delete what was fetched."""
+        self._fetcher.close()
+
     async def _update(self, engine: Engine, key: Key, order: UpdateOrder, rank: int) -> None:
         async with engine.update_lock:
-            engine.begin_update()
             try:
-                num_tokens = await self._num_kv_tokens(engine)
-                mode = self._choose_mode(engine, num_tokens)
-                receiver = WeightReceiver(
-                    engine.client,
-                    engine_id=engine.engine_id,
-                    order=order,
-                    rank_offset=rank,
-                    mode=mode,
-                    timeout_s=self._timeout_s,
-                )
-                await self._before_go(receiver, engine, key)
-                checksum = await self._after_go(receiver, engine, order, mode, num_tokens)
+                update = await self._prepare(engine, order, rank)
+                if update.directory is not None:
+                    await self._load_files(update, update.directory)
+                else:
+                    await self._take_buckets(update)
+                report = await self._prove(update)
             except _NotSent as end:
                 engine.keep_weights()
                 await self._report(key, engine.engine_id, CellPhase.FAILED, str(end))
@@ -118,9 +129,48 @@ class WeightDriver:
                 engine.condemn("the generator stops in the middle of an update")
                 raise
             engine.updated_s = self._clock()
-            engine.commit(order.weights, order.publish_sequence, checksum)
-        logger.info("engine %s serves %s (%s)", engine.engine_id, order.weights, mode.value)
-        await self._report(key, engine.engine_id, CellPhase.COMMITTED, "")
+            engine.commit(order.weights, order.publish_sequence, report.checksum)
+        logger.info("engine %s serves %s (%s)", engine.engine_id, order.weights, update.mode.value)
+        await self._report(key, engine.engine_id, CellPhase.COMMITTED, "", report)
+
+    async def _prepare(self, engine: Engine, order: UpdateOrder, rank: int) -> "_Update":
+        """What can be done while requests go on; then no more are sent to the engine.
+
+        Raises:
+            _NotSent: there are no files to load.
+            WeightSyncError: the server does not have these tensors.
+        """
+        directory = None
+        if order.files is not None:
+            try:
+                directory = await self._fetcher.get(order.weights, order.files)
+            except WeightSyncError as error:
+                logger.warning("%s", error)
+                raise _NotSent(str(error)) from error
+            if problem := self._given_up((order.publish_sequence, order.cell_id)):
+                raise _NotSent(problem)
+        num_tokens = await self._num_kv_tokens(engine)
+        mode = self._choose_mode(engine, num_tokens)
+        receiver = WeightReceiver(
+            engine.client,
+            engine_id=engine.engine_id,
+            order=order,
+            rank_offset=rank,
+            mode=mode,
+            timeout_s=self._timeout_s,
+        )
+        await self._check_names_once(engine, order, receiver)
+        engine.begin_update()
+        return _Update(engine, order, receiver, mode, num_tokens, directory, _Laps(self._clock))
+
+    async def _check_names_once(
+        self, engine: Engine, order: UpdateOrder, receiver: WeightReceiver
+    ) -> None:
+        """Of each life of a server that would ignore what it does not know."""
+        known = engine.engine_id in self._names_checked or engine.info.engine == "embedded"
+        if order.files is None and self._check_names and not known:
+            await receiver.check_names()
+            self._names_checked.add(engine.engine_id)
 
     async def _num_kv_tokens(self, engine: Engine) -> int | None:
         """KV entries in use; None: not needed, or the engine does not say."""
@@ -141,45 +191,63 @@ class WeightDriver:
             interval_s=None if engine.updated_s is None else self._clock() - engine.updated_s,
         )
 
-    async def _before_go(self, receiver: WeightReceiver, engine: Engine, key: Key) -> None:
-        """Until the buckets may be posted.
+    async def _load_files(self, update: "_Update", directory: Path) -> None:
+        """Everything between the pause and the proof, from files."""
+        await update.receiver.begin()
+        update.laps.lap("begin")
+        await update.receiver.load(directory)
+        update.laps.lap("receive")
+
+    async def _take_buckets(self, update: "_Update") -> None:
+        """Everything between the pause and the proof, from the update group.
 
         Raises:
-            _NotSent: they will not come.
+            _NotSent: nothing was sent.
             WeightSyncError: the engine cannot go on.
         """
+        engine, receiver, key = update.engine, update.receiver, update.key
         await receiver.begin()
         await self._report(key, engine.engine_id, CellPhase.BEGUN, "")
-        problem = await self._wait_go(engine, key)
-        if problem:
+        update.laps.lap("begin")
+        if problem := await self._wait_go(engine, key):
             await receiver.abandon()
             raise _NotSent(problem)
-
-    async def _after_go(
-        self,
-        receiver: WeightReceiver,
-        engine: Engine,
-        order: UpdateOrder,
-        mode: PauseMode,
-        num_kv_tokens: int | None,
-    ) -> str:
-        """Until the probe has passed; returns the engine's checksum."""
-        key = (order.publish_sequence, order.cell_id)
+        update.laps.lap("go")
         rendezvous = self._orders[key].rendezvous
         assert rendezvous is not None, "an order that says go has a rendezvous"
+        await self._join(update, rendezvous)
+        await self._unless_aborted(update, receiver.receive(rendezvous))
+        update.laps.lap("receive")
+
+    async def _join(self, update: "_Update", rendezvous: Rendezvous) -> None:
+        """Meet the cell; when it does not come together, the engine is as it was."""
+        engine, receiver = update.engine, update.receiver
         previous_group, engine.update_group = engine.update_group, rendezvous.group_name
-        await self._unless_aborted(key, engine, receiver.receive(rendezvous, previous_group))
+        try:
+            await self._unless_aborted(update, receiver.join(rendezvous, previous_group))
+        except WeightSyncError as error:
+            if not was_refused(error):
+                raise  # it may still wait in the rendezvous
+            engine.update_group = ""
+            await receiver.abandon()
+            raise _NotSent(str(error)) from error
+
+    async def _prove(self, update: "_Update") -> UpdateReport:
+        """Until the probe has passed."""
+        engine, receiver, laps = update.engine, update.receiver, update.laps
         received = await receiver.finish()
-        engine.start_probation(order.weights, kv_kept=received.kv_kept)
+        laps.lap("verify")
+        engine.start_probation(update.order.weights, kv_kept=received.kv_kept)
         await receiver.resume()
         resumed_s = self._clock()
-        await receiver.probe()
-        if mode is PauseMode.RETRACT and num_kv_tokens is not None:
+        gap = await receiver.probe()
+        if update.mode is PauseMode.RETRACT and update.num_kv_tokens is not None:
             # the probe queues behind the requests that are read again
-            engine.recompute_cost.measured(num_kv_tokens, self._clock() - resumed_s)
+            engine.recompute_cost.measured(update.num_kv_tokens, self._clock() - resumed_s)
+        laps.lap("probe")
         # last, with nothing awaited until the commit: of two that differ one must see the other
-        self._compare_checksums(key, engine, received.checksum)
-        return received.checksum
+        self._compare_checksums(update.key, engine, received.checksum)
+        return UpdateReport(checksum=received.checksum, probe_gap=gap, seconds=laps.seconds)
 
     async def _wait_go(self, engine: Engine, key: Key) -> str:
         """Wait for the order to say go; returns why it never will, or an empty string."""
@@ -187,11 +255,9 @@ class WeightDriver:
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
-                    order = self._orders.get(key)
-                    if order is None:
-                        return "the order disappeared"
-                    if order.aborted:
-                        return order.aborted
+                    if problem := self._given_up(key):
+                        return problem
+                    order = self._orders[key]
                     if order.go and order.rendezvous is not None:
                         return ""
                     await self._news_or(ended)
@@ -202,17 +268,24 @@ class WeightDriver:
         finally:
             ended.cancel()
 
-    async def _unless_aborted(
-        self, key: Key, engine: Engine, work: Coroutine[Any, Any, None]
-    ) -> None:
-        """`work`, given up when the trainer says that it will send nothing more."""
+    def _given_up(self, key: Key) -> str:
+        """Why nothing will be sent for an order; empty: it stands."""
+        order = self._orders.get(key)
+        return "the order disappeared" if order is None else order.aborted
+
+    async def _unless_aborted(self, update: "_Update", work: Coroutine[Any, Any, None]) -> None:
+        """`work`; after an abort it has `ABORT_GRACE_S` to end by itself."""
+        key = update.key
         receiving = asyncio.create_task(work)
         try:
             while not receiving.done():
                 order = self._orders.get(key)
                 if order is not None and order.aborted:
+                    await asyncio.wait([receiving], timeout=ABORT_GRACE_S)
+                    if receiving.done():
+                        break
                     raise WeightSyncError(
-                        engine.engine_id, str(order.weights), "receive", order.aborted
+                        update.engine.engine_id, str(order.weights), "receive", order.aborted
                     )
                 await self._news_or(receiving)
         finally:
@@ -244,9 +317,48 @@ class WeightDriver:
                     f"differs from that of engine {other.engine_id}, whose probe passed",
                 )
 
-    async def _report(self, key: Key, engine_id: str, phase: CellPhase, detail: str) -> None:
+    async def _report(
+        self,
+        key: Key,
+        engine_id: str,
+        phase: CellPhase,
+        detail: str,
+        report: UpdateReport | None = None,
+    ) -> None:
         """Tell the server; it may have forgotten the order, and that is its business."""
         try:
-            await self._replay.report_phase(*key, engine_id, phase, detail)
+            await self._replay.report_phase(*key, engine_id, phase, detail, report)
         except RemoteError as error:
             logger.warning("report %s of engine %s: %s", phase.value, engine_id, error)
+
+
+class _Laps:
+    """Seconds of the parts of one update, which follow each other."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._last = clock, clock()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """`part` ends now."""
+        now = self._clock()
+        self.seconds[part], self._last = now - self._last, now
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """One engine's update under way."""
+
+    engine: Engine
+    order: UpdateOrder
+    receiver: WeightReceiver
+    mode: PauseMode
+    num_kv_tokens: int | None
+    directory: Path | None
+    """with files to load; None: buckets will come"""
+    laps: _Laps
+
+    @property
+    def key(self) -> Key:
+        """Of the order."""
+        return (self.order.publish_sequence, self.order.cell_id)

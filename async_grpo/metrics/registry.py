@@ -130,6 +130,20 @@ _DECLARED = (
     ("eval/prompts", "prompts", "that it evaluated"),
     ("eval/failed_prompts", "prompts", "of it that could not be sampled or scored"),
     ("sync/publish_s", "s", "the newest finished announcement, all cells committed"),
+    ("sync/failed_cells", "cells", "of it that did not commit as a whole"),
+    ("sync/alarms", "", "of it: an engine's weights did not change though the trainer's did, or "
+     "engines disagree; the trainer's log says which"),
+    ("sync/probe_gap", "nats", "of it: largest |log-prob difference| between trainer and engine on "
+     "the probe, of the worst engine"),
+    ("sync/pause_s", "s", "of it, mean over engines: from the pause to the end of the probe, so "
+     "about the pause that requests saw"),
+    ("sync/pause_begin_s", "s", "the part of it until the engine had paused"),
+    ("sync/pause_go_s", "s", "the part waiting for the rest of the cell and for the trainer"),
+    ("sync/pause_receive_s", "s", "the part joining the update group and receiving the weights, or "
+     "loading them from files"),
+    ("sync/pause_verify_s", "s", "the part ending the update: flush, version, checksum"),
+    ("sync/pause_probe_s", "s", "the part until the probe was answered, behind whatever recomputes "
+     "its KV"),
 )  # fmt: skip
 
 

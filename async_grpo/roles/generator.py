@@ -149,8 +149,8 @@ class Generator:
             replay,
             self._engines,
             self._spawn,
+            config.weights,
             on_weight_update=config.generation.on_weight_update,
-            timeout_s=config.weights.timeout_s,
             clock=clock,
         )
         self._activity = Activity(self._engines, lambda: self._runner.num_inserting, clock)
@@ -179,6 +179,7 @@ class Generator:
         except BaseExceptionGroup as errors:
             raise _first_named(errors) from errors
         finally:
+            self._driver.close()
             await self._sampler.close()
         return reason
 

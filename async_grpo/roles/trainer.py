@@ -193,7 +193,9 @@ def _train(
     first = found.policy_version
     progress = Progress(incarnation=started.incarnation, step=first)
     logger.info("incarnation %d starts from version %d", started.incarnation, first)
-    publisher = WeightPublisher(replay, loop.call, config.weights)
+    publisher = WeightPublisher(
+        replay, loop.call, config.weights, run_directory=Path(config.run.output_dir)
+    )
     feed = GroupFeed(
         replay,
         loop,
@@ -349,8 +351,8 @@ class _Steps:
             for state in ("starting", "working", "waiting", "syncing", "checkpointing")
         }
         result = self._publisher.last_result
-        if result is not None and result.num_cells and not result.failures:
-            values["sync/publish_s"] = result.seconds
+        if result is not None:
+            values |= result.metrics()
         values |= self._evaluations.take()
         writer.write(version, values)
         self._progress.add(values)

@@ -26,7 +26,7 @@ from async_grpo.training.checkpoint_files import CheckpointError, CheckpointFile
 from async_grpo.training.step import TrainStep
 from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.types import WeightsName
-from async_grpo.weights.publisher import Call
+from async_grpo.weights.cells import Call
 
 logger = logging.getLogger(__name__)
 

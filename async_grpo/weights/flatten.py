@@ -1,9 +1,13 @@
 """Named tensors -> the plan's flat uint8 buckets."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
-from async_grpo.weights.plan import BucketPlan
+from async_grpo.weights.plan import BucketPlan, TensorSpec
+
+_DIGEST_WORDS = 1 << 22
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -11,39 +15,46 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def empty_buckets(plan: BucketPlan, device: torch.device) -> list[Tensor]:
+    """Room for the plan's buckets: [num_bytes] uint8 each."""
+    return [
+        torch.empty(sum(t.num_bytes for t in bucket), dtype=torch.uint8, device=device)
+        for bucket in plan.buckets
+    ]
+
+
 @torch.no_grad()
-def flatten(
-    plan: BucketPlan,
-    tensors: dict[str, Tensor],
-    *,
-    device: torch.device,
-    into: list[Tensor] | None = None,
-) -> list[Tensor]:
-    """The plan's buckets as flat uint8 tensors.
+def flatten(bucket: Sequence[TensorSpec], tensors: Mapping[str, Tensor], payload: Tensor) -> None:
+    """Copy one bucket's tensors into its payload.
 
     Args:
-        plan: names, dtypes and shapes; must be those of `tensors`.
-        tensors: name -> values.
-        device: of the buckets.
-        into: buckets of an earlier call, to be overwritten instead of making new ones.
+        bucket: names, dtypes and shapes, in order.
+        tensors: name -> values; at least those of the bucket.
+        payload: [num_bytes] uint8.
 
     Raises:
         ValueError: a tensor is missing or has another dtype or shape than planned.
     """
-    buckets = into or [
-        torch.empty(sum(t.num_bytes for t in bucket), dtype=torch.uint8, device=device)
-        for bucket in plan.buckets
-    ]
-    for bucket, payload in zip(plan.buckets, buckets, strict=True):
-        offset = 0
-        for spec in bucket:
-            tensor = tensors.get(spec.name)
-            if tensor is None or (dtype_name(tensor), tuple(tensor.shape)) != (
-                spec.dtype,
-                spec.shape,
-            ):
-                raise ValueError(f"{spec.name} is not the {spec.dtype} {spec.shape} of the plan")
-            target = payload[offset : offset + spec.num_bytes].view(tensor.dtype)
-            target.copy_(tensor.detach().reshape(-1))
-            offset += spec.num_bytes
-    return buckets
+    offset = 0
+    for spec in bucket:
+        tensor = tensors.get(spec.name)
+        if tensor is None or (dtype_name(tensor), tuple(tensor.shape)) != (spec.dtype, spec.shape):
+            raise ValueError(f"{spec.name} is not the {spec.dtype} {spec.shape} of the plan")
+        target = payload[offset : offset + spec.num_bytes].view(tensor.dtype)
+        target.copy_(tensor.detach().reshape(-1))
+        offset += spec.num_bytes
+
+
+def digest(payload: Tensor) -> int:
+    """A number that changes, but for a chance of 2^-64, when the bytes of a payload do.
+
+    A sum of its 64-bit words: as fast as memory, on any device. No proof against an adversary.
+    """
+    whole = payload.numel() // 8 * 8
+    words = payload[:whole].view(torch.int64)
+    # weighted by position, block by block, so that an exchange of two blocks is seen
+    total = 0
+    for start in range(0, words.numel(), _DIGEST_WORDS):
+        number = start // _DIGEST_WORDS
+        total += (2 * number + 1) * int(words[start : start + _DIGEST_WORDS].sum())
+    return (total + int(payload[whole:].sum()) * 31) % (1 << 64)

@@ -1,84 +1,91 @@
-"""Trainer rank 0's end of weight sync: snapshot, announce, broadcast to each cell.
+"""Trainer rank 0's end of weight sync: snapshot, announce, deliver to each cell.
 
-`publish` copies the weights and returns; a worker thread then announces them and serves each cell
-in a thread of its own, so the trainer steps on meanwhile. The snapshot is kept: an engine that
-wishes for the current weights gets them again without the trainer. Costs one copy of the weights.
+`publish` announces and sends from a worker thread, which serves each cell in a thread of its own,
+while the caller's thread copies the weights; then the trainer steps on. The snapshot is kept: an
+engine that wishes for the current weights gets them again without the trainer. Costs one copy of
+the weights.
 
-Knows nothing of train steps. Which engines form a cell, and whether they took the weights, is the
-replay server's to say.
+Knows nothing of train steps, nor of how weights travel (`broadcast`, `disk`, `http_source`). Which
+engines form a cell, and whether they took the weights, is the replay server's to say.
 """
 
 import logging
-import secrets
 import threading
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from async_grpo.config.weights import Backend, WeightsSection
+from async_grpo.config.weights import Backend, Transport, WeightsSection
 from async_grpo.errors import PeerError, WeightSyncError
 from async_grpo.interfaces import Clock, TrainerReplay, WeightSource
-from async_grpo.replay_parts import Cell, CellPhase, Probe, Rendezvous
+from async_grpo.replay_api.publishing import AnnounceReply
+from async_grpo.replay_parts import Cell, CellPhase, UpdateReport, WeightFiles
 from async_grpo.types import WeightsName
-from async_grpo.weights.flatten import dtype_name, flatten
-from async_grpo.weights.group import UpdateGroup, join_group, listen
+from async_grpo.weights.arrival import ArrivalWatch
+from async_grpo.weights.broadcast import BroadcastTransport, broadcast_backend
+from async_grpo.weights.cells import Call, CellOrder
+from async_grpo.weights.disk import DiskTransport
+from async_grpo.weights.flatten import dtype_name, empty_buckets
+from async_grpo.weights.http_source import HttpTransport
 from async_grpo.weights.plan import BucketPlan, TensorSpec, make_plan
+from async_grpo.weights.publish_result import PublishResult
+from async_grpo.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
+_PREPARE_TRIES = 4
+"""Of writing the files of one publish: a disk may be full or gone for a moment."""
 
 
-class Call(Protocol):
-    """Runs a coroutine of `TrainerReplay` on its event loop and blocks for the result."""
+class WeightTransport(Protocol):
+    """How weights travel. `deliver` and `failed` are called from several threads."""
 
-    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T:
-        """The result; raises what the coroutine raises."""
+    def prepare(self, snapshot: Snapshot) -> WeightFiles | None:
+        """Before the announcement; the files to announce, if they travel as such."""
+        ...
+
+    def keep_only(self, cells: list[Cell]) -> None:
+        """These are the cells of a publish to all: forget what was kept for others."""
+        ...
+
+    def deliver(self, order: CellOrder, snapshot: Snapshot) -> None:
+        """Bring the weights to one cell. Raises WeightSyncError if nothing was sent."""
+        ...
+
+    def failed(self, cell: Cell) -> None:
+        """Not every engine of the cell has committed."""
+        ...
+
+    def settled(self) -> None:
+        """Every engine of the announcement has committed or failed."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """Weights as they are sent; not changed until the next publish."""
-
-    weights: WeightsName
-    buckets: list[Tensor]
-    """uint8, one per bucket"""
-    probe: Probe
-
-
-@dataclass(slots=True)
-class _LiveGroup:
-    """A process group and the rendezvous that made it."""
-
-    group: UpdateGroup
-    rendezvous: Rendezvous
-
-
-_CellKey = tuple[tuple[str, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PublishResult:
-    """What became of one announcement."""
-
-    weights: WeightsName
-    num_cells: int
-    failures: list[str]
-    """one line per cell that did not commit as a whole"""
-    seconds: float
-
-
 class WeightPublisher:
-    """Sends weights to engines. `publish`, `republish` and `close` are for one thread each."""
+    """Sends weights to engines. `publish`, `republish` and `close` are for one thread each.
+
+    Args:
+        replay: the server.
+        call: runs its coroutines.
+        settings: section `weights`.
+        run_directory: where `weights.directory` is by default.
+        clock: seconds.
+
+    Raises:
+        ConfigError: `weights.directory` is in use.
+    """
 
     def __init__(
         self,
@@ -86,17 +93,26 @@ class WeightPublisher:
         call: Call,
         settings: WeightsSection,
         *,
+        run_directory: Path,
         clock: Clock = time.monotonic,
     ) -> None:
         self._replay, self._call, self._settings, self._clock = replay, call, settings, clock
+        make: dict[Transport, Callable[[], WeightTransport]] = {
+            Transport.broadcast: lambda: BroadcastTransport(settings),
+            Transport.disk: lambda: DiskTransport(
+                Path(settings.directory or run_directory / "weights"), settings.timeout_s
+            ),
+            Transport.http: lambda: HttpTransport(call, settings.host, settings.timeout_s),
+        }
+        self._transports = {kind: make[kind]() for kind in settings.transports()}
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._job: Future[PublishResult] | None = None
         self._job_lock = threading.Lock()
+        self._closed = threading.Event()
         self._number = 0
         self._plan: BucketPlan | None = None
-        self._snapshot: _Snapshot | None = None
-        self._groups: dict[_CellKey, _LiveGroup] = {}
-        self._groups_lock = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._arrival = ArrivalWatch()
         self._failures_in_a_row = 0
         self._not_before = 0.0
         self._last: PublishResult | None = None
@@ -107,17 +123,21 @@ class WeightPublisher:
         return self._last
 
     def publish(self, weights: WeightsName, source: WeightSource) -> None:
-        """Snapshot `source` and send it to all engines in the background.
+        """Send `source` to all engines in the background; returns when its weights are copied.
 
         Waits first for the announcement before, which each phase's `weights.timeout_s` bounds.
 
         Raises:
             PeerError: the replay server failed the announcement before.
+            WeightSyncError: its files could not be written.
+            ValueError: a tensor has another dtype or shape than at the first publish.
         """
         with self._job_lock:
             self._finish_job()
-            self._snapshot = self._copy(weights, source)
+            tensors = dict(source.named_tensors())
+            self._snapshot = self._empty_snapshot(weights, tensors, source)
             self._job = self._worker.submit(self._run, self._snapshot, wished_only=False)
+            self._snapshot.fill(tensors)
 
     def republish(self) -> bool:
         """Send the latest snapshot to the engines that wish for it; never blocks.
@@ -128,6 +148,7 @@ class WeightPublisher:
 
         Raises:
             PeerError: the replay server failed the announcement before.
+            WeightSyncError: its files could not be written.
         """
         if not self._job_lock.acquire(blocking=False):
             return False  # a publish is being prepared; it serves everyone
@@ -147,80 +168,107 @@ class WeightPublisher:
 
         Raises:
             PeerError: the replay server failed it.
+            WeightSyncError: its files could not be written.
         """
         with self._job_lock:
             self._finish_job()
 
     def close(self) -> None:
-        """End the worker and leave all groups. Waits for the announcement under way."""
+        """End the worker and free the transports. Waits for the announcement under way."""
+        self._closed.set()
         self._worker.shutdown(wait=True, cancel_futures=True)
-        for live in self._groups.values():
-            live.group.close()
-        self._groups.clear()
+        for transport in self._transports.values():
+            transport.close()
 
     def _finish_job(self) -> None:
         if self._job is not None:
             self._job.result()
 
-    def _copy(self, weights: WeightsName, source: WeightSource) -> _Snapshot:
-        tensors = dict(source.named_tensors())
+    def _empty_snapshot(
+        self, weights: WeightsName, tensors: dict[str, Tensor], source: WeightSource
+    ) -> Snapshot:
         if self._plan is None:
             specs = [TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()]
             self._plan = make_plan(specs, self._settings.bucket_bytes)
-        reusable = self._snapshot.buckets if self._snapshot is not None else None
-        buckets = flatten(self._plan, tensors, device=self._device(tensors.values()), into=reusable)
-        return _Snapshot(weights, buckets, source.probe())
+        if self._snapshot is not None:
+            buckets = self._snapshot.buckets  # nobody sends them any more: overwrite
+        else:
+            buckets = empty_buckets(self._plan, self._device(tensors.values()))
+        return Snapshot(weights, self._plan, source.probe(), buckets)
 
     def _device(self, tensors: Iterable[Tensor]) -> torch.device:
-        if self._backend == Backend.nccl.value:
+        broadcasts = Transport.broadcast in self._transports
+        if broadcasts and broadcast_backend(self._settings) == Backend.nccl.value:
             return next(iter(tensors)).device
         return torch.device("cpu")
 
-    @property
-    def _backend(self) -> str:
-        """Gloo unless asked for: an embedded engine may share our GPU, where nccl refuses."""
-        backend = self._settings.backend
-        return Backend.gloo.value if backend is Backend.auto else backend.value
-
-    def _run(self, snapshot: _Snapshot, *, wished_only: bool) -> PublishResult:
+    def _run(self, snapshot: Snapshot, *, wished_only: bool) -> PublishResult:
         """One announcement, on the worker thread."""
-        assert self._plan is not None
         started = self._clock()
         self._number += 1
+        settings = self._settings
+        kind = (settings.late_transport if wished_only else None) or settings.transport
+        transport = self._transports[kind]
+        files = self._prepare(transport, snapshot)
         reply = self._call(
             self._replay.announce(
                 self._number,
                 snapshot.weights,
                 wished_only=wished_only,
-                plan_hash=self._plan.plan_hash,
-                buckets=self._plan.specs(),
+                plan_hash=snapshot.plan.plan_hash,
+                buckets=[] if files is not None else snapshot.plan.specs(),
                 probe=snapshot.probe,
+                files=files,
             )
         )
-        failures: list[str] = []
         if not wished_only:
-            self._keep_only({_key(cell) for cell in reply.cells})
-        if reply.cells:
-            with ThreadPoolExecutor(len(reply.cells), thread_name_prefix="cell") as pool:
-                jobs = [
-                    pool.submit(self._serve, reply.publish_sequence, cell, snapshot)
-                    for cell in reply.cells
-                ]
-            failures = [line for job in jobs if (line := job.result())]
+            transport.keep_only(reply.cells)
+        outcomes = self._serve_all(transport, reply, snapshot)
+        transport.settled()
+        self._last = self._result(snapshot, outcomes, self._clock() - started)
+        failures = self._last.failures
         self._note(failures)
-        seconds = self._clock() - started
-        self._last = PublishResult(snapshot.weights, len(reply.cells), failures, seconds)
-        level = logging.WARNING if failures else logging.DEBUG
         logger.log(
-            level,
+            logging.WARNING if failures else logging.DEBUG,
             "weights %s announced as %d to %d cell(s) in %.3f s%s",
-            snapshot.weights,
-            reply.publish_sequence,
-            len(reply.cells),
-            seconds,
+            snapshot.weights, reply.publish_sequence, len(outcomes), self._last.seconds,
             "".join(f"; {line}" for line in failures),
-        )
+        )  # fmt: skip
         return self._last
+
+    def _result(
+        self, snapshot: Snapshot, outcomes: list["_Outcome"], seconds: float
+    ) -> PublishResult:
+        reports = {k: v for outcome in outcomes for k, v in outcome.reports.items()}
+        engines = [engine for outcome in outcomes for engine in outcome.cell.engines]
+        alarms = self._arrival.check(
+            snapshot.weights,
+            snapshot.digest(self._settings.timeout_s),
+            {engine_id: report.checksum for engine_id, report in reports.items()},
+            {engine.engine_id: engine.tp_size for engine in engines},
+        )
+        failures = [outcome.failure for outcome in outcomes if outcome.failure]
+        return PublishResult(
+            snapshot.weights, len(outcomes), failures, seconds, list(reports.values()), alarms
+        )
+
+    def _prepare(self, transport: WeightTransport, snapshot: Snapshot) -> WeightFiles | None:
+        """The files, tried more than once.
+
+        Raises:
+            WeightSyncError: of the last try.
+        """
+        backoff_s = _FIRST_BACKOFF_S
+        for left in reversed(range(_PREPARE_TRIES)):
+            try:
+                return transport.prepare(snapshot)
+            except WeightSyncError as error:
+                if not left or self._closed.is_set():
+                    raise
+                logger.warning("%s; trying again in %.1f s", error, backoff_s)
+            self._closed.wait(backoff_s)
+            backoff_s *= 4
+        raise AssertionError("the last try returns or raises")
 
     def _note(self, failures: list[str]) -> None:
         """Back off after a failure; the next success forgets it."""
@@ -229,114 +277,38 @@ class WeightPublisher:
             delay = _FIRST_BACKOFF_S * 2 ** min(self._failures_in_a_row - 1, 16)
             self._not_before = self._clock() + min(delay, _MAX_BACKOFF_S)
 
-    def _serve(self, sequence: int, cell: Cell, snapshot: _Snapshot) -> str:
-        """All of one cell; returns what went wrong, or an empty string."""
-        key = _key(cell)
-        try:
-            try:
-                live = self._meet(sequence, cell, key, str(snapshot.weights))
-                for bucket in snapshot.buckets:
-                    live.group.broadcast(bucket)
-            except WeightSyncError as error:
-                self._forget(key)
-                self._call(self._replay.abort_cell(sequence, cell.cell_id, str(error)))
-                return str(error)
-            self._require(CellPhase.COMMITTED, sequence, cell, str(snapshot.weights))
-        except (WeightSyncError, PeerError) as error:
-            self._forget(key)
-            return str(error)
-        return ""
-
-    def _meet(self, sequence: int, cell: Cell, key: _CellKey, weights: str) -> _LiveGroup:
-        """The cell's process group, with all of its engines ready to receive."""
-        self._close_overlapping(key)
-        live = self._groups.get(key)
-        if live is not None:
-            self._call(self._replay.open_cell(sequence, cell.cell_id, live.rendezvous))
-            self._require(CellPhase.BEGUN, sequence, cell, weights)
-            return live
-        store, port = listen(self._settings.host)
-        rendezvous = Rendezvous(
-            group_name=f"async-grpo-{sequence}-{cell.cell_id}-{secrets.token_hex(4)}",
-            host=self._settings.host,
-            port=port,
-            world_size=1 + sum(engine.tp_size for engine in cell.engines),
-            backend=self._backend,
-            fresh=True,
-        )
-        self._call(self._replay.open_cell(sequence, cell.cell_id, rendezvous))
-        self._require(CellPhase.BEGUN, sequence, cell, weights)
-        group = join_group(
-            host=rendezvous.host,
-            port=port,
-            rank=0,
-            world_size=rendezvous.world_size,
-            group_name=rendezvous.group_name,
-            backend=rendezvous.backend,
-            timeout_s=self._settings.timeout_s,
-            store=store,
-        )
-        live = _LiveGroup(group, _again(rendezvous))
-        with self._groups_lock:
-            self._groups[key] = live
-        return live
-
-    def _require(self, phase: CellPhase, sequence: int, cell: Cell, weights: str) -> None:
-        """Wait until every engine of the cell is at `phase`.
-
-        Raises:
-            WeightSyncError: one failed, or is not there at the deadline; names them.
-        """
-        order = list(CellPhase)
-        reply = self._call(
-            self._replay.wait_cell(
-                sequence, cell.cell_id, phase, timeout_s=self._settings.timeout_s
-            )
-        )
-        missing = []
-        for engine in cell.engines:
-            reached = reply.phases.get(engine.engine_id, CellPhase.ANNOUNCED)
-            if reached is CellPhase.FAILED or order.index(reached) < order.index(phase):
-                detail = reply.details.get(engine.engine_id, "")
-                missing.append(f"{engine.engine_id} is {reached.value}{detail and f': {detail}'}")
-        if missing:
-            peers = ", ".join(engine.engine_id for engine in cell.engines)
-            raise WeightSyncError(peers, weights, phase.value, "; ".join(missing))
-
-    def _close_overlapping(self, key: _CellKey) -> None:
-        """Forget groups of other cells with one of these engines: the engine leaves them now."""
-        engines = {engine_id for engine_id, _, _ in key}
-        with self._groups_lock:
-            stale = [
-                other
-                for other in self._groups
-                if other != key and engines & {engine_id for engine_id, _, _ in other}
+    def _serve_all(
+        self, transport: WeightTransport, announced: AnnounceReply, snapshot: Snapshot
+    ) -> list["_Outcome"]:
+        """Every cell, at the same time."""
+        if not announced.cells:
+            return []
+        with ThreadPoolExecutor(len(announced.cells), thread_name_prefix="cell") as pool:
+            jobs = [
+                pool.submit(self._serve, transport, announced.publish_sequence, cell, snapshot)
+                for cell in announced.cells
             ]
-        for other in stale:
-            self._forget(other)
+        return [job.result() for job in jobs]
 
-    def _keep_only(self, keys: set[_CellKey]) -> None:
-        """Forget groups of cells that are no more, as of engines that were restarted."""
-        for key in set(self._groups) - keys:
-            self._forget(key)
-
-    def _forget(self, key: _CellKey) -> None:
-        with self._groups_lock:
-            live = self._groups.pop(key, None)
-        if live is not None:
-            live.group.close()
-
-
-def _key(cell: Cell) -> _CellKey:
-    return tuple(sorted((e.engine_id, e.rank_offset, e.tp_size) for e in cell.engines))
+    def _serve(
+        self, transport: WeightTransport, sequence: int, cell: Cell, snapshot: Snapshot
+    ) -> "_Outcome":
+        """All of one cell. Each engine is judged by what it says, whatever the transport met."""
+        order = CellOrder(
+            self._replay, self._call, sequence, cell, snapshot.weights, self._settings.timeout_s
+        )
+        try:
+            transport.deliver(order, snapshot)
+            return _Outcome(cell, "", order.require(CellPhase.COMMITTED))
+        except (WeightSyncError, PeerError) as error:
+            transport.failed(cell)
+            return _Outcome(cell, str(error), {})
 
 
-def _again(rendezvous: Rendezvous) -> Rendezvous:
-    return Rendezvous(
-        group_name=rendezvous.group_name,
-        host=rendezvous.host,
-        port=rendezvous.port,
-        world_size=rendezvous.world_size,
-        backend=rendezvous.backend,
-        fresh=False,
-    )
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How one cell fared."""
+
+    cell: Cell
+    failure: str
+    reports: dict[str, UpdateReport]

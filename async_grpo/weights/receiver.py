@@ -1,10 +1,11 @@
 """An engine's side of one weight update: the calls, in order, each with its deadline.
 
-    begin:    pause -> begin_update                          (then wait for the order's `go`)
-    receive:  [destroy_group ->] [init_group ->] bucket 0 .. n-1
-    finish:   end_update -> [flush ->] version -> checksum   (still paused)
-    resume -> probe
-    abandon:  end_update -> resume                           (nothing was sent)
+    broadcast:  begin (pause, begin_update) -> ... go -> join (destroy_group, init_group)
+                -> receive (bucket 0 .. n-1) -> finish
+    files:      begin (pause) -> load (update_from_disk) -> finish
+    both:       finish: [end_update ->] [flush ->] version -> checksum    (still paused)
+                -> resume -> probe
+    abandon:    [end_update ->] resume                                    (nothing was sent)
 
 No torch, no processes, no routing: HTTP calls through the EngineClient protocol. What to do about a
 failure is the driver's business.
@@ -14,6 +15,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from async_grpo.engine_api import (
     FLATTENED_BUCKET,
@@ -21,11 +23,13 @@ from async_grpo.engine_api import (
     InitGroupRequest,
     PauseMode,
     SamplingParams,
+    UpdateFromDiskRequest,
     UpdateFromDistributedRequest,
 )
 from async_grpo.errors import GenerationError, WeightSyncError
 from async_grpo.interfaces import EngineClient
 from async_grpo.replay_parts import BucketSpec, Rendezvous, UpdateOrder
+from async_grpo.weights.server_names import unknown_names
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,7 @@ class Received:
 
 
 class WeightReceiver:
-    """One engine, one update. Call `begin`, `receive`, `finish`, `resume`, `probe` in this order.
+    """One engine, one update. Call the methods in the order of the module's docstring.
 
     Args:
         client: of the engine.
@@ -49,7 +53,7 @@ class WeightReceiver:
         order: what is to come.
         rank_offset: the engine's first rank in the update group.
         mode: what becomes of running requests.
-        timeout_s: deadline of each collective phase.
+        timeout_s: deadline of each collective phase, and of loading files.
     """
 
     def __init__(
@@ -68,29 +72,56 @@ class WeightReceiver:
         self._rank_offset = rank_offset
         self._mode = mode
         self._timeout_s = timeout_s
+        self._session = order.files is None
+        """files are loaded without an update session"""
 
-    async def begin(self) -> None:
-        """Stop decoding and open the session: requests must not run into an update.
+    async def check_names(self) -> None:
+        """Refuse tensors that the server does not have: SGLang ignores them with a 200.
 
         Raises:
             WeightSyncError: as every method here; names the phase.
         """
+        with self._phase("names"):
+            known = await self._client.tensor_names()
+        sent = [name for bucket in self._order.buckets for name in bucket.names]
+        if unknown := unknown_names(sent, known):
+            shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            raise self._error(
+                "names",
+                f"the server has no {shown} ({len(unknown)} of {len(sent)} tensors), and would "
+                "ignore them silently; does it serve another model? (weights.check_names=false "
+                "if it has them under names of its own)",
+            )
+
+    async def begin(self) -> None:
+        """Stop decoding and open the session: requests must not run into an update."""
         with self._phase("pause"):
             await self._client.pause(self._mode)
-        with self._phase("begin"):
-            await self._client.begin_update()
+        if self._session:
+            with self._phase("begin"):
+                await self._client.begin_update()
+
+    async def load(self, directory: Path) -> None:
+        """Load files instead of receiving buckets."""
+        with self._phase("load"):
+            await self._client.update_from_disk(
+                UpdateFromDiskRequest(
+                    model_path=str(directory),
+                    weight_version=str(self._order.weights),
+                    flush_cache=False,  # a step of its own, as with buckets
+                ),
+                timeout_s=self._timeout_s,
+            )
 
     async def abandon(self) -> None:
         """Nothing was sent: go on with the present weights."""
         with self._phase("abandon"):
-            await self._client.end_update(missing_ok=True)
+            if self._session:
+                await self._client.end_update(missing_ok=True)
             await self._client.resume()
 
-    async def receive(self, rendezvous: Rendezvous, previous_group: str) -> None:
-        """Join the group if it is fresh, then take every bucket.
-
-        A refused bucket does not end the sequence: the trainer broadcasts them all the same, and
-        other engines of the cell wait for it. The first failure is raised at the end.
+    async def join(self, rendezvous: Rendezvous, previous_group: str) -> None:
+        """Join the group if it is fresh.
 
         Args:
             rendezvous: of the order that says `go`.
@@ -112,6 +143,14 @@ class WeightReceiver:
                     ),
                     timeout_s=self._timeout_s,
                 )
+
+    async def receive(self, rendezvous: Rendezvous) -> None:
+        """Take every bucket.
+
+        A refused bucket does not end the sequence: the trainer broadcasts them all the same, and
+        other engines of the cell wait for it. The first failure is raised at the end. Nothing more
+        is sent to an engine that did not answer.
+        """
         failure: WeightSyncError | None = None
         last = len(self._order.buckets) - 1
         for index, bucket in enumerate(self._order.buckets):
@@ -123,7 +162,7 @@ class WeightReceiver:
                     )
             except WeightSyncError as error:
                 failure = failure or error
-                if _engine_is_lost(error):
+                if not was_refused(error):
                     break
         if failure is not None:
             raise failure
@@ -148,8 +187,9 @@ class WeightReceiver:
         Under in_place nothing is dropped: it is refused while requests are frozen, and the
         namespace of prefixes protects new ones.
         """
-        with self._phase("end"):
-            await self._client.end_update()
+        if self._session:
+            with self._phase("end"):
+                await self._client.end_update()
         kv_kept = True
         if self._mode is not PauseMode.IN_PLACE:
             kv_kept = not await self._flush()
@@ -176,8 +216,11 @@ class WeightReceiver:
         with self._phase("resume"):
             await self._client.resume()
 
-    async def probe(self) -> None:
+    async def probe(self) -> float:
         """Compare the engine's log-probs of fixed ids with the trainer's, at temperature 1.
+
+        Returns:
+            The largest difference, nats.
 
         This, and only this, proves that the engine computes what the trainer computes.
         """
@@ -210,6 +253,7 @@ class WeightReceiver:
                 f"log-probs differ from the trainer's by up to {difference:.3g} nats, more than "
                 f"{probe.tolerance:.3g}",
             )
+        return difference
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
@@ -222,7 +266,7 @@ class WeightReceiver:
         return WeightSyncError(self._engine_id, str(self._order.weights), phase, message)
 
 
-def _engine_is_lost(error: WeightSyncError) -> bool:
-    """The engine did not answer, so nothing more may be sent to it."""
+def was_refused(error: WeightSyncError) -> bool:
+    """The engine answered, with a no: it is not stuck, and may be spoken to."""
     cause = error.__cause__
-    return isinstance(cause, GenerationError) and cause.retryable
+    return isinstance(cause, GenerationError) and not cause.retryable

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.generation import GenerationSection, OnWeightUpdate
+from async_grpo.config.weights import WeightsSection
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.routing import Placement, Router
@@ -52,8 +53,8 @@ class Station:
             self.replay,
             lambda: [engine],
             lambda work: self.tasks.add(asyncio.create_task(work)),
+            WeightsSection(timeout_s=30.0),
             on_weight_update=mode,
-            timeout_s=30.0,
         )
         self._client = client
         self._publish_sequence = 0

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.weights.flatten import dtype_name, flatten
+from async_grpo.weights.flatten import digest, dtype_name, empty_buckets, flatten
 from async_grpo.weights.plan import ITEM_BYTES, TensorSpec, make_plan
 
 SPECS = st.lists(
@@ -71,7 +71,9 @@ def test_flattened_bytes_are_the_tensors_back_to_back():
     }
     specs = [TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()]
     plan = make_plan(specs, 80)
-    buckets = flatten(plan, tensors, device=torch.device("cpu"))
+    buckets = empty_buckets(plan, torch.device("cpu"))
+    for bucket, payload in zip(plan.buckets, buckets, strict=True):
+        flatten(bucket, tensors, payload)
     for bucket, payload in zip(plan.buckets, buckets, strict=True):
         assert payload.dtype is torch.uint8
         offset = 0
@@ -80,14 +82,23 @@ def test_flattened_bytes_are_the_tensors_back_to_back():
             assert torch.equal(part.view(spec.shape), tensors[spec.name])
             offset += spec.num_bytes
         assert offset == payload.numel()
-    tensors["a"] += 1
-    again = flatten(plan, tensors, device=torch.device("cpu"), into=buckets)
-    assert again[0].data_ptr() == buckets[0].data_ptr()
-    assert torch.equal(again[0][:16].view(torch.float64), tensors["a"])
+
+
+def test_the_digest_sees_every_byte_and_the_order_of_blocks():
+    payload = torch.zeros(67_108_880 + 3, dtype=torch.uint8)  # two blocks of 2^22 words, and a tail
+    first = digest(payload)
+    assert digest(payload.clone()) == first
+    for at in (0, 5, 40_000_000, payload.numel() - 1):
+        changed = payload.clone()
+        changed[at] += 1
+        assert digest(changed) != first, at
+    one, other = payload.clone(), payload.clone()
+    one[8], other[8 + (8 << 22)] = 1, 1
+    assert digest(one) != digest(other)
 
 
 def test_a_tensor_that_changed_its_shape_is_refused():
     plan = make_plan([TensorSpec("a", "float32", (2,))], 80)
     for tensors in ({}, {"a": torch.zeros(3)}, {"a": torch.zeros(2).double()}):
         with pytest.raises(ValueError, match="of the plan"):
-            flatten(plan, tensors, device=torch.device("cpu"))
+            flatten(plan.buckets[0], tensors, torch.empty(8, dtype=torch.uint8))

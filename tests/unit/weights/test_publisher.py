@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ class Clock:
 
 def publisher_for(replay, loop, clock=None):
     settings = WeightsSection(bucket_bytes=24, timeout_s=20.0)
-    return WeightPublisher(replay, loop.call, settings, clock=clock or Clock())
+    return WeightPublisher(
+        replay, loop.call, settings, run_directory=Path("unused"), clock=clock or Clock()
+    )
 
 
 def announced(replay):

@@ -53,7 +53,8 @@ async def receiving(*, timeout_s=20.0, control_s=20.0, mode=PauseMode.IN_PLACE, 
 
 async def whole_update(receiver, rendezvous=RENDEZVOUS, previous_group=""):
     await receiver.begin()
-    await receiver.receive(rendezvous, previous_group)
+    await receiver.join(rendezvous, previous_group)
+    await receiver.receive(rendezvous)
     received = await receiver.finish()
     await receiver.resume()
     await receiver.probe()
@@ -127,18 +128,20 @@ async def test_abandon_leaves_the_engine_as_it_was():
 async def test_a_refused_bucket_does_not_stop_the_ones_after_it():
     async with receiving() as (engine, receiver):
         await receiver.begin()
+        await receiver.join(RENDEZVOUS, "")
         engine.fail_next(Route.UPDATE_FROM_DISTRIBUTED, Fault.REFUSE)
         with pytest.raises(WeightSyncError, match="bucket 0"):
-            await receiver.receive(RENDEZVOUS, "")
+            await receiver.receive(RENDEZVOUS)
         assert engine.num_calls(Route.UPDATE_FROM_DISTRIBUTED) == 3
 
 
 async def test_an_engine_that_does_not_answer_is_sent_nothing_more():
     async with receiving(timeout_s=0.1) as (engine, receiver):
         await receiver.begin()
+        await receiver.join(RENDEZVOUS, "")
         engine.fail_next(Route.UPDATE_FROM_DISTRIBUTED, Fault.HANG)
         with pytest.raises(WeightSyncError, match="bucket 0"):
-            await receiver.receive(RENDEZVOUS, "")
+            await receiver.receive(RENDEZVOUS)
         assert engine.num_calls(Route.UPDATE_FROM_DISTRIBUTED) == 1
 
 

@@ -1,0 +1,168 @@
+"""The `broadcast` transport: an update group per cell, one broadcast per bucket.
+
+A bucket that was announced is always finished, whatever has failed by then: an engine that waits
+for one comes free only by the bytes, or by the end of our sockets. Whether an engine has its
+weights is for the engine to say, not for the collective: it raises when any rank is lost, and the
+others may have received everything.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+
+from async_grpo.config.weights import Backend, WeightsSection
+from async_grpo.errors import WeightSyncError
+from async_grpo.interfaces import Clock
+from async_grpo.replay_parts import Cell, CellPhase, Rendezvous, WeightFiles
+from async_grpo.weights.cells import CellOrder
+from async_grpo.weights.group import UpdateGroup, join_group, listen
+from async_grpo.weights.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+CellKey = tuple[tuple[str, int, int], ...]
+"""(engine_id, rank_offset, tp_size) of each engine: a group is good for exactly these"""
+
+
+@dataclass(slots=True)
+class _LiveGroup:
+    """A process group and the rendezvous that made it."""
+
+    group: UpdateGroup
+    rendezvous: Rendezvous
+
+
+class BroadcastTransport:
+    """Groups of cells, kept from publish to publish. `deliver` may run in several threads."""
+
+    def __init__(self, settings: WeightsSection, *, clock: Clock = time.monotonic) -> None:
+        self._settings, self._clock = settings, clock
+        self._groups: dict[CellKey, _LiveGroup] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self, snapshot: Snapshot) -> WeightFiles | None:
+        """Nothing: no files."""
+        return None
+
+    def keep_only(self, cells: list[Cell]) -> None:
+        """Leave groups of cells that are no more, as of engines that were restarted."""
+        for key in set(self._groups) - {_key(cell) for cell in cells}:
+            self._forget(key)
+
+    def deliver(self, order: CellOrder, snapshot: Snapshot) -> None:
+        """Meet the engines of a cell and send every bucket.
+
+        Raises:
+            WeightSyncError: they did not meet, and nothing was sent.
+        """
+        key = _key(order.cell)
+        try:
+            live = self._meet(order, key)
+        except WeightSyncError as error:
+            self._forget(key)
+            order.abort(str(error))
+            raise
+        failure = self._send(live.group, snapshot)
+        if failure is not None:
+            logger.warning("cell %d (%s): %s", order.cell.cell_id, order.peers, failure)
+            self._forget(key)
+
+    def failed(self, cell: Cell) -> None:
+        """An engine of the cell is not where it should be: the next update meets anew."""
+        self._forget(_key(cell))
+
+    def settled(self) -> None:
+        """Groups stay for the next publish."""
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self.keep_only([])
+
+    def _send(self, group: UpdateGroup, snapshot: Snapshot) -> WeightSyncError | None:
+        """Every bucket; the first failure. After one, the rest has one more deadline at most."""
+        failure: WeightSyncError | None = None
+        deadline = 0.0
+        try:
+            for payload in snapshot.whole_buckets(self._settings.timeout_s):
+                if failure is not None and self._clock() > deadline:
+                    break
+                try:
+                    group.broadcast(payload)
+                except WeightSyncError as error:
+                    if failure is None:
+                        failure, deadline = error, self._clock() + self._settings.timeout_s
+        except WeightSyncError as error:  # the trainer could not copy: it has no bytes to send
+            return failure or error
+        return failure
+
+    def _meet(self, order: CellOrder, key: CellKey) -> _LiveGroup:
+        """The cell's process group, with all of its engines ready to receive."""
+        self._close_overlapping(key)
+        live = self._groups.get(key)
+        if live is not None:
+            order.open(live.rendezvous)
+            order.require(CellPhase.BEGUN)
+            return live
+        store, port = listen(self._settings.host)
+        name = f"async-grpo-{order.sequence}-{order.cell.cell_id}-{secrets.token_hex(4)}"
+        world_size = 1 + sum(engine.tp_size for engine in order.cell.engines)
+        order.open(self._rendezvous(name, port, world_size, fresh=True))
+        order.require(CellPhase.BEGUN)
+        group = join_group(
+            host=self._settings.host,
+            port=port,
+            rank=0,
+            world_size=world_size,
+            group_name=name,
+            backend=self._backend,
+            timeout_s=self._settings.timeout_s,
+            store=store,
+        )
+        live = _LiveGroup(group, self._rendezvous(name, port, world_size, fresh=False))
+        with self._lock:
+            self._groups[key] = live
+        return live
+
+    def _rendezvous(self, name: str, port: int, world_size: int, *, fresh: bool) -> Rendezvous:
+        return Rendezvous(
+            group_name=name,
+            host=self._settings.host,
+            port=port,
+            world_size=world_size,
+            backend=self._backend,
+            fresh=fresh,
+        )
+
+    @property
+    def _backend(self) -> str:
+        return broadcast_backend(self._settings)
+
+    def _close_overlapping(self, key: CellKey) -> None:
+        """Forget groups of other cells with one of these engines: the engine leaves them now."""
+        engines = {engine_id for engine_id, _, _ in key}
+        with self._lock:
+            stale = [
+                other
+                for other in self._groups
+                if other != key and engines & {engine_id for engine_id, _, _ in other}
+            ]
+        for other in stale:
+            self._forget(other)
+
+    def _forget(self, key: CellKey) -> None:
+        with self._lock:
+            live = self._groups.pop(key, None)
+        if live is not None:
+            live.group.close()
+
+
+def broadcast_backend(settings: WeightsSection) -> str:
+    """Gloo unless asked for: an embedded engine may share our GPU, where nccl refuses."""
+    backend = settings.backend
+    return Backend.gloo.value if backend is Backend.auto else backend.value
+
+
+def _key(cell: Cell) -> CellKey:
+    return tuple(sorted((e.engine_id, e.rank_offset, e.tp_size) for e in cell.engines))
