@@ -293,6 +293,10 @@ class TrainerReplay(Protocol):
         """The oldest kept checkpoint holds this version: no earlier step will be undone."""
         ...
 
+    async def set_depth(self, depth: int, reason: str) -> None:
+        """Admission goes by this pipeline_depth from now on."""
+        ...
+
     async def announce(
         self,
         number: int,

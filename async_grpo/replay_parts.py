@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from async_grpo.types import DropReason, WeightsName
+from async_grpo.types import DropReason, ReissueReason, WeightsName
 
 
 class Role(StrEnum):
@@ -108,7 +108,12 @@ class GeneratedStats(Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     reward_sum: float = 0.0
     dropped: dict[DropReason, int] = {}
+    dropped_completions: dict[DropReason, int] = {}
     dropped_tokens: dict[DropReason, int] = {}
+    dropped_rewards: dict[DropReason, float] = {}
+    """sums of the rewards of finished groups that were dropped"""
+    reissued_tokens: dict[ReissueReason, int] = {}
+    """of finished groups whose attempt ended, and whose ticket goes on"""
 
 
 class EvalResult(Struct, frozen=True, kw_only=True):

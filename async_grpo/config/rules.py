@@ -48,8 +48,13 @@ def group_bytes_bound(config: Config, prompt_tokens: int = 0) -> int:
 
 def max_groups(config: Config) -> int:
     """Resolved `replay.max_groups`."""
-    window = (config.staleness.depth + 1) * config.replay.groups_per_step
+    window = (config.staleness.deepest + 1) * config.replay.groups_per_step
     return config.replay.max_groups or window + config.replay.groups_per_step
+
+
+def least_depth(config: Config) -> int:
+    """Smallest pipeline_depth that does not deadlock: see the rule for weights.publish_every."""
+    return config.weights.publish_every - 1
 
 
 def _cross_section(config: Config) -> Iterator[str]:
@@ -66,7 +71,7 @@ def _cross_section(config: Config) -> Iterator[str]:
             f"weights.publish_every ({config.weights.publish_every}) must be 1 with "
             "staleness.force: each step's groups are sampled by weights of their own"
         )
-    window = (depth + 1) * per_step
+    window = (config.staleness.deepest + 1) * per_step
     in_order = config.staleness.order is DrawOrder.ticket
     needed_groups = window if in_order else per_step
     because = (

@@ -7,6 +7,9 @@ from enum import StrEnum
 from async_grpo.config.ranges import not_negative
 
 
+DEFAULT_TARGET_ESS = 0.8
+
+
 class DrawOrder(StrEnum):
     """Which stored groups a draw takes first."""
 
@@ -29,6 +32,13 @@ class OverAge(StrEnum):
     mask_tokens = "mask_tokens"
 
 
+class Controller(StrEnum):
+    """What moves pipeline_depth while the run goes on."""
+
+    none = "none"
+    ess = "ess"
+
+
 @dataclass(kw_only=True)
 class StalenessSection:
     """How old trained tokens may be."""
@@ -49,6 +59,11 @@ class StalenessSection:
     keep_weight_cap: float | None = None
     """null: off; else a trained group weighs min(1 / P(not stale), this), P by the length of its
     completions in the run so far, scaled to a mean of 1: undoes the bias to short completions."""
+    controller: Controller = Controller.none
+    """none, or ess: pipeline_depth is moved between weights.publish_every - 1 and max_staleness so
+    that the effective sample size stays at target_ess (docs/alarms.md)."""
+    target_ess: float | None = None
+    """ess: of raw token weights at a staleness of pipeline_depth, as a fraction; null: 0.8."""
     force: int | None = None
     """k: train at staleness k exactly, for studies: pipeline_depth = k, draw_order = ticket, and a
     step waits until everything admitted is stored. The first k steps train at 0 to k - 1."""
@@ -61,6 +76,11 @@ class StalenessSection:
         if self.pipeline_depth is not None:
             return self.pipeline_depth
         return max(self.max_staleness // 2, min(self.max_staleness, 1))
+
+    @property
+    def deepest(self) -> int:
+        """The largest pipeline_depth that the run may come to."""
+        return self.depth if self.controller is Controller.none else self.max_staleness
 
     @property
     def order(self) -> DrawOrder:
@@ -81,8 +101,22 @@ class StalenessSection:
             yield f"{where}.min_fresh_fraction must be in (0, 1], got {self.min_fresh_fraction}"
         if self.keep_weight_cap is not None and not self.keep_weight_cap > 1:
             yield f"{where}.keep_weight_cap must be > 1, got {self.keep_weight_cap}"
+        yield from self._controller_problems(where)
         if self.force is not None:
             yield from self._force_problems(where, self.force)
+
+    def _controller_problems(self, where: str) -> Iterator[str]:
+        target = self.target_ess
+        if self.controller is Controller.none:
+            if target is not None:
+                yield f"{where}.target_ess has no effect with {where}.controller=none"
+            return
+        if target is not None and not 0 < target < 1:
+            yield f"{where}.target_ess must be between 0 and 1, got {target}"
+        if self.force is not None:
+            yield f"{where}.controller={self.controller} cannot move what {where}.force holds"
+        elif not self.max_staleness:
+            yield f"{where}.controller={self.controller} needs {where}.max_staleness > 0"
 
     def _force_problems(self, where: str, force: int) -> Iterator[str]:
         yield from not_negative(where, self, "force")

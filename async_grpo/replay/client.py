@@ -46,6 +46,7 @@ from async_grpo.replay_api.trainer import (
     Fetch,
     FetchReply,
     Finish,
+    SetDepth,
     Settle,
     StartTrainer,
     StartTrainerReply,
@@ -298,6 +299,11 @@ class TrainerClient(RoleClient):
         """The oldest kept checkpoint holds this version: no earlier step will be undone."""
         settle = Settle(incarnation=self._incarnation, policy_version=policy_version)
         await self._control.ask(settle, Ok)
+
+    async def set_depth(self, depth: int, reason: str) -> None:
+        """Admission goes by this pipeline_depth from now on."""
+        request = SetDepth(incarnation=self._incarnation, depth=depth, reason=reason[:500])
+        await self._control.ask(request, Ok)
 
     async def announce(
         self,

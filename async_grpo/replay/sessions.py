@@ -26,6 +26,7 @@ from async_grpo.replay_api.trainer import (
     Draw,
     Fetch,
     Finish,
+    SetDepth,
     Settle,
     StartTrainer,
     TrainerHeartbeat,
@@ -40,7 +41,7 @@ _ALLOWED: dict[Role, frozenset[type[Message]]] = {
     Role.TRAINER: _EVERYONE
     | {
         StartTrainer, TrainerHeartbeat, Draw, Fetch, Ack, Announce, OpenCell, WaitCell, AbortCell,
-        WaitEvaluations, Settle, Finish,
+        WaitEvaluations, Settle, SetDepth, Finish,
     },
     Role.MONITOR: _EVERYONE,
 }  # fmt: skip

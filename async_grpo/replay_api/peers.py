@@ -66,6 +66,7 @@ class StatsReply(Message, frozen=True, kw_only=True, tag="StatsReply"):
     publish_sequence: int
     stored_bytes: int
     max_bytes: int
+    pipeline_depth: int
     peers: list[PeerView]
     finished: str = ""
     eval_tickets: int = 0

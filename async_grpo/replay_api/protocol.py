@@ -33,6 +33,7 @@ from async_grpo.replay_api.trainer import (
     Fetch,
     FetchReply,
     Finish,
+    SetDepth,
     Settle,
     StartTrainer,
     StartTrainerReply,
@@ -56,6 +57,7 @@ Request = (
     | Fetch
     | Ack
     | Settle
+    | SetDepth
     | Announce
     | OpenCell
     | WaitCell

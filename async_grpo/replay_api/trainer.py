@@ -11,6 +11,8 @@ class StartTrainerReply(Message, frozen=True, kw_only=True, tag="StartTrainerRep
 
     incarnation: int
     next_draw_number: int
+    pipeline_depth: int
+    """as the run has it now: a trainer before may have changed it"""
 
 
 class StartTrainer(Message, frozen=True, kw_only=True, tag="StartTrainer"):
@@ -89,6 +91,19 @@ class Settle(Message, frozen=True, kw_only=True, tag="Settle"):
     reply: ClassVar[type[Message]] = Ok
     incarnation: int
     policy_version: int
+
+
+class SetDepth(Message, frozen=True, kw_only=True, tag="SetDepth"):
+    """Admission goes by this pipeline_depth from now on, through restarts of both sides.
+
+    Idempotent: the depth that is in force already changes nothing. Groups under way stay.
+    """
+
+    reply: ClassVar[type[Message]] = Ok
+    incarnation: int
+    depth: int
+    reason: str
+    """for people"""
 
 
 class EvaluationsReply(Message, frozen=True, kw_only=True, tag="EvaluationsReply"):

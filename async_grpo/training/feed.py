@@ -21,11 +21,13 @@ from async_grpo.replay_api.base import ErrorCode
 from async_grpo.replay_api.trainer import DrawReply
 from async_grpo.replay_parts import GeneratedStats, LeasedGroup, RoleStatus
 from async_grpo.transport.waiting import saying
-from async_grpo.types import DropReason, RolloutGroup
+from async_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Reason = TypeVar("_Reason")
+_Number = TypeVar("_Number", int, float)
 
 _WISH_PAUSE_S = 0.05
 """Between draws that return only wishes: those answer at once, and groups must not be missed."""
@@ -281,7 +283,7 @@ class GroupFeed:
 def add_stats(first: GeneratedStats, second: GeneratedStats) -> GeneratedStats:
     """Both together."""
 
-    def total(one: dict[DropReason, int], other: dict[DropReason, int]) -> dict[DropReason, int]:
+    def total(one: dict[_Reason, _Number], other: dict[_Reason, _Number]) -> dict[_Reason, _Number]:
         return {reason: one.get(reason, 0) + other.get(reason, 0) for reason in {*one, *other}}
 
     return GeneratedStats(
@@ -290,5 +292,8 @@ def add_stats(first: GeneratedStats, second: GeneratedStats) -> GeneratedStats:
         num_tokens=first.num_tokens + second.num_tokens,
         reward_sum=first.reward_sum + second.reward_sum,
         dropped=total(first.dropped, second.dropped),
+        dropped_completions=total(first.dropped_completions, second.dropped_completions),
         dropped_tokens=total(first.dropped_tokens, second.dropped_tokens),
+        dropped_rewards=total(first.dropped_rewards, second.dropped_rewards),
+        reissued_tokens=total(first.reissued_tokens, second.reissued_tokens),
     )

@@ -58,6 +58,7 @@ class FakeTrainerReplay:
         self.phases: dict[int, dict[str, CellPhase]] = {}
         self.rendezvous: dict[int, Rendezvous] = {}
         self.sequence = 0
+        self.pipeline_depth = 2
         self.fail_engines: dict[str, CellPhase] = {}
         self.on_open = None
         """called with (publish_sequence, cell_id, rendezvous) when a cell is opened"""
@@ -68,7 +69,9 @@ class FakeTrainerReplay:
         self, restored_version: int, restored_incarnation: int = 0
     ) -> StartTrainerReply:
         self.calls.append(("start", restored_version, restored_incarnation))
-        return StartTrainerReply(incarnation=self.incarnation, next_draw_number=1)
+        return StartTrainerReply(
+            incarnation=self.incarnation, next_draw_number=1, pipeline_depth=self.pipeline_depth
+        )
 
     async def draw(self, draw_number: int, train_version: int) -> DrawReply:
         self.calls.append(("draw", draw_number, train_version))
@@ -106,6 +109,10 @@ class FakeTrainerReplay:
 
     async def settle(self, policy_version: int) -> None:
         self.calls.append(("settle", policy_version))
+
+    async def set_depth(self, depth: int, reason: str) -> None:
+        self.calls.append(("set_depth", depth, reason))
+        self.pipeline_depth = depth
 
     async def announce(
         self,

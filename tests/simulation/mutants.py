@@ -97,6 +97,20 @@ class ForcedStepWaitsForNobody(ReplayCore):
     kernel_class = _HastyKernel
 
 
+class _DeepestKernel(Kernel):
+    def admits(self) -> bool:
+        in_force, self.state.pipeline_depth = self.state.pipeline_depth, self.settings.deepest
+        admitted = super().admits()
+        self.state.pipeline_depth = in_force
+        return admitted
+
+
+class DepthIgnored(ReplayCore):
+    """Admits by the largest pipeline_depth, whatever the trainer has set."""
+
+    kernel_class = _DeepestKernel
+
+
 class _LineagelessKernel(Kernel):
     def on_lineage(self, summary: GroupSummary) -> bool:
         return True
@@ -164,6 +178,7 @@ MUTANTS: list[type[ReplayCore]] = [
     RepeatedAckTrained,
     StalenessUnchecked,
     ForcedStepWaitsForNobody,
+    DepthIgnored,
     LineageUnchecked,
     LostClaimsKept,
     NeverLiveAgain,

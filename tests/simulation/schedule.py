@@ -73,7 +73,7 @@ def schedule_of(seed: int) -> Schedule:
         duplication=rng.choice([0.0, 0.03, 0.15]),
         mean_delay_s=rng.choice([0.01, 0.1, 0.5]),
     )
-    return _with_age_rules(schedule)
+    return _with_depths(_with_age_rules(schedule))
 
 
 def _with_age_rules(schedule: Schedule) -> Schedule:
@@ -93,6 +93,23 @@ def _with_age_rules(schedule: Schedule) -> Schedule:
         settings=replace(settings, **changes),
         publish_every=1 if kind == "forced" else schedule.publish_every,
     )
+
+
+def _with_depths(schedule: Schedule) -> Schedule:
+    """Which pipeline_depth the trainer may ask for; also from a stream of its own."""
+    rng, settings = random.Random(f"depths {schedule.seed}"), schedule.settings
+    least = settings.pipeline_depth if settings.forced else schedule.publish_every - 1
+    if settings.forced or rng.random() < 0.5:
+        return replace(schedule, settings=replace(settings, min_depth=least))
+    settings = replace(settings, min_depth=least, max_depth=settings.max_staleness)
+    more = settings.window - (settings.pipeline_depth + 1) * settings.groups_per_step
+    needed = settings.window if settings.draw_order is DrawOrder.ticket else 0
+    settings = replace(
+        settings,
+        max_groups=settings.max_groups + more,
+        max_bytes=max(settings.max_bytes, needed * GROUP_BYTES[1]),
+    )
+    return replace(schedule, settings=settings)
 
 
 def _faults_until_s(rng: random.Random, *, calm: bool, storm: bool) -> float:

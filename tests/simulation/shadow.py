@@ -12,6 +12,7 @@ from async_grpo.config.staleness import OverAge
 from async_grpo.replay.core.records import (
     Announced,
     Claimed,
+    DepthSet,
     Drawn,
     Dropped,
     Made,
@@ -43,6 +44,8 @@ class Shadow:
     steps: list[list[int]] = field(default_factory=list)
     restored: list[int] = field(default_factory=list)
     settled: int = 0
+    depth: int | None = None
+    """as the trainer last set it"""
     disturbed: int = -1
     """steps acked when a restart last took stored groups, or a trainer last fell back"""
     live: int | None = None
@@ -83,7 +86,8 @@ class Shadow:
         per_step = self.settings.groups_per_step
         under_way = self.count("claimed", "stored", "leased")
         not_live = per_step * (len(self.steps) - self.live)
-        window = (self.settings.pipeline_depth + 1) * per_step
+        depth = self.settings.pipeline_depth if self.depth is None else self.depth
+        window = (depth + 1) * per_step
         assert under_way + not_live <= window, (
             f"admission: {under_way} under way + {not_live} not live > {window}"
         )
@@ -206,6 +210,12 @@ class Shadow:
         self.restored.append(record.restored_version)
         self.live = None
 
+    def _on_depthset(self, record: DepthSet) -> None:
+        assert record.incarnation == len(self.restored), "a word of a fenced incarnation"
+        assert record.depth != self.depth, "the same depth again"
+        assert self.settings.min_depth <= record.depth <= self.settings.deepest, "depth"
+        self.depth = record.depth
+
     def _on_settled(self, record: Settled) -> None:
         assert record.incarnation == len(self.restored), "a word of a fenced incarnation"
         assert self.settled < record.policy_version <= len(self.steps), "settled without steps"
@@ -231,6 +241,7 @@ class Shadow:
             "trained": self.count("trained"),
             "policy_version": len(self.steps),
             "publish_sequence": self.sequence,
+            "pipeline_depth": self.settings.pipeline_depth if self.depth is None else self.depth,
             "dropped": dict(self.dropped),
             "reissued": dict(self.reissued),
         }

@@ -1,5 +1,6 @@
 """A simulated trainer: draws, acks, publishes; dies of refusals, as the real one does."""
 
+import random
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -19,6 +20,7 @@ from async_grpo.replay_api.trainer import (
     DrawReply,
     Fetch,
     Finish,
+    SetDepth,
     Settle,
     StartTrainer,
     StartTrainerReply,
@@ -52,6 +54,7 @@ class TrainerProcess(Process):
         self.version = 0
         self.draws: set[int] = set()
         self._publish_numbers = count(1)
+        self._depths = random.Random(f"depths of {self.instance}, {world.schedule.seed}")
         self.start(self._main())
 
     def _main(self) -> Steps:
@@ -178,8 +181,18 @@ class TrainerProcess(Process):
         )
         self.draws.discard(number)
         self.version += 1
+        yield from self._set_depth()
         if world.rng.random() < 0.5:
             yield from self._checkpoint()
+
+    def _set_depth(self) -> Steps:
+        """Now and then another pipeline_depth, sometimes the one in force."""
+        settings, rng = self.world.schedule.settings, self._depths
+        if rng.random() < 0.4:
+            depth = rng.randint(settings.min_depth, settings.deepest)
+            yield from self._checked(
+                SetDepth(incarnation=self.incarnation, depth=depth, reason="for a change")
+            )
 
     def _heartbeats(self) -> Steps:
         while True:

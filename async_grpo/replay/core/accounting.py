@@ -1,11 +1,18 @@
 """Counters of what became of tickets, attempts and tokens. Durable; changed by evolve only."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+from msgspec.structs import replace
 
 from async_grpo.replay.core.keeping import KeptByLength
 from async_grpo.replay_parts import EndStats, GeneratedStats, GroupSummary
 from async_grpo.types import DropReason, ReissueReason
+
+_Key = TypeVar("_Key")
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(slots=True)
@@ -22,27 +29,37 @@ class Accounting:
     def finish_group(self, figures: GroupSummary | EndStats) -> None:
         """A generator finished a group."""
         recent = self.recent
-        self.recent = GeneratedStats(
+        self.recent = replace(
+            recent,
             num_groups=recent.num_groups + 1,
             num_completions=recent.num_completions + figures.num_completions,
             num_tokens=recent.num_tokens + figures.num_tokens,
             reward_sum=recent.reward_sum + figures.reward_sum,
-            dropped=recent.dropped,
-            dropped_tokens=recent.dropped_tokens,
         )
 
-    def drop(self, reason: DropReason, num_tokens: int) -> None:
-        """A ticket ended untrained."""
+    def drop(self, reason: DropReason, figures: GroupSummary | EndStats) -> None:
+        """A ticket ended untrained; `figures`: of its group, as far as it was finished."""
         self.dropped[reason] += 1
         recent = self.recent
-        self.recent = GeneratedStats(
-            num_groups=recent.num_groups,
-            num_completions=recent.num_completions,
-            num_tokens=recent.num_tokens,
-            reward_sum=recent.reward_sum,
-            dropped={**recent.dropped, reason: recent.dropped.get(reason, 0) + 1},
-            dropped_tokens={
-                **recent.dropped_tokens,
-                reason: recent.dropped_tokens.get(reason, 0) + num_tokens,
-            },
+        self.recent = replace(
+            recent,
+            dropped=_plus(recent.dropped, reason, 1),
+            dropped_completions=_plus(recent.dropped_completions, reason, figures.num_completions),
+            dropped_tokens=_plus(recent.dropped_tokens, reason, figures.num_tokens),
+            dropped_rewards=_plus(recent.dropped_rewards, reason, figures.reward_sum),
         )
+
+    def reissue(self, reason: ReissueReason, num_tokens: int) -> None:
+        """An attempt ended with so many finished tokens; its ticket goes on."""
+        self.reissued[reason] += 1
+        if num_tokens:
+            recent = self.recent
+            tokens = _plus(recent.reissued_tokens, reason, num_tokens)
+            self.recent = replace(recent, reissued_tokens=tokens)
+
+
+def _plus(counts: Mapping[_Key, _Number], key: _Key, more: _Number) -> dict[_Key, _Number]:
+    """`counts` with `more` of `key`; the old ones stay as they are, since records hold them."""
+    result = dict(counts)
+    result[key] = result[key] + more if key in result else more
+    return result

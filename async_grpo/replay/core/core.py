@@ -38,6 +38,7 @@ from async_grpo.replay_api.trainer import (
     DrawReply,
     Fetch,
     Finish,
+    SetDepth,
     Settle,
     StartTrainer,
     TrainerHeartbeat,
@@ -68,6 +69,7 @@ class ReplayCore:
         TrainerHeartbeat: (Role.TRAINER, trainer_requests.heartbeat),
         Ack: (Role.TRAINER, trainer_requests.ack),
         Settle: (Role.TRAINER, trainer_requests.settle),
+        SetDepth: (Role.TRAINER, trainer_requests.set_depth),
         Announce: (Role.TRAINER, trainer_requests.announce),
         OpenCell: (Role.TRAINER, trainer_requests.open_cell),
         WaitCell: (Role.TRAINER, trainer_requests.wait_cell),
@@ -191,6 +193,7 @@ class ReplayCore:
             publish_sequence=state.versions.publish_sequence,
             stored_bytes=book.held_bytes(),
             max_bytes=kernel.settings.max_bytes,
+            pipeline_depth=state.pipeline_depth,
             peers=[
                 PeerView(
                     role=member.role,

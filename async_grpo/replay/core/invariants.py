@@ -50,6 +50,9 @@ def _check_bounds(kernel: Kernel) -> None:
     book, versions = state.book, state.versions
     under_way = book.count(Phase.CLAIMED, Phase.STORED, Phase.LEASED)
     assert under_way <= settings.window, f"{under_way} groups under way > {settings.window}"
+    assert settings.min_depth <= state.pipeline_depth <= settings.deepest, (
+        f"pipeline_depth {state.pipeline_depth} out of bounds"
+    )
     left = settings.groups_per_step * (settings.num_train_steps - versions.policy_version)
     num_open = book.count(*OPEN)
     assert num_open <= left, f"{num_open} open tickets > {left} groups still to train"

@@ -61,7 +61,8 @@ class Kernel:
     @classmethod
     def create(cls, settings: CoreSettings) -> "Kernel":
         """An empty one."""
-        state = State(settings.seed, TicketBook(settings.remembered_tickets))
+        book = TicketBook(settings.remembered_tickets)
+        state = State(settings.seed, book, settings.pipeline_depth)
         return cls(settings, state, Members(settings.peer_timeout_s))
 
     # -- changes ------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ class Kernel:
         room = capacity(
             versions.live.policy_version,
             versions.policy_version,
-            depth=settings.pipeline_depth,
+            depth=self.state.pipeline_depth,
             groups_per_step=settings.groups_per_step,
         )
         steps_left = settings.num_train_steps - versions.policy_version

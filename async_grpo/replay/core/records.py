@@ -169,6 +169,14 @@ class EvalReissued(_Record, frozen=True, kw_only=True, tag="EvalReissued"):
     attempt: int
 
 
+class DepthSet(_Record, frozen=True, kw_only=True, tag="DepthSet"):
+    """Admission goes by another pipeline_depth from here on."""
+
+    incarnation: int
+    depth: int
+    reason: str
+
+
 class Finished(_Record, frozen=True, kw_only=True, tag="Finished"):
     """The trainer said that the run is over."""
 
@@ -194,6 +202,7 @@ Record = (
     | EvalClaimed
     | EvalEnded
     | EvalReissued
+    | DepthSet
     | Finished
 )
 

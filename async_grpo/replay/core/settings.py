@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from async_grpo.config.rules import max_groups
+from async_grpo.config.rules import least_depth, max_groups
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import DrawOrder, OnStale, OverAge
 
@@ -15,6 +15,11 @@ class CoreSettings:
     num_train_steps: int
     max_staleness: int
     pipeline_depth: int
+    """at the start of the run; `State.pipeline_depth` is the one in force"""
+    min_depth: int = 0
+    """smallest that it may be set to"""
+    max_depth: int | None = None
+    """largest; None: pipeline_depth"""
     draw_order: DrawOrder = DrawOrder.oldest_version
     over_age: OverAge = OverAge.reject
     min_fresh_fraction: float = 0.5
@@ -38,9 +43,14 @@ class CoreSettings:
     """Ended tickets whose outcome is remembered; a message about an older one is fenced."""
 
     @property
+    def deepest(self) -> int:
+        """The largest pipeline_depth that may ever be in force."""
+        return self.pipeline_depth if self.max_depth is None else self.max_depth
+
+    @property
     def window(self) -> int:
-        """Most groups that may be claimed, stored, leased or trained but not yet live."""
-        return (self.pipeline_depth + 1) * self.groups_per_step
+        """Most groups that may be claimed, stored, leased or trained but not yet live, ever."""
+        return (self.deepest + 1) * self.groups_per_step
 
     @classmethod
     def from_config(cls, config: Config) -> "CoreSettings":
@@ -51,6 +61,8 @@ class CoreSettings:
             num_train_steps=config.run.num_train_steps,
             max_staleness=staleness.max_staleness,
             pipeline_depth=staleness.depth,
+            min_depth=staleness.depth if staleness.force is not None else least_depth(config),
+            max_depth=staleness.deepest,
             draw_order=staleness.order,
             over_age=staleness.over_age,
             min_fresh_fraction=staleness.min_fresh_fraction,

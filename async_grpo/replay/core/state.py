@@ -16,6 +16,7 @@ from async_grpo.replay.core.records import (
     Announced,
     Claimed,
     DatasetAgreed,
+    DepthSet,
     Drawn,
     Dropped,
     EvalClaimed,
@@ -45,6 +46,8 @@ class State:
 
     seed: int
     book: TicketBook
+    pipeline_depth: int
+    """D as admission goes by it"""
     versions: Versions = field(default_factory=Versions)
     leases: Leases = field(default_factory=Leases)
     accounting: Accounting = field(default_factory=Accounting)
@@ -86,7 +89,7 @@ def _dropped(state: State, record: Dropped) -> None:
         state.accounting.finish_group(record.stats)
     figures = held or record.stats
     state.book.drop(record)
-    state.accounting.drop(record.reason, figures.num_tokens)
+    state.accounting.drop(record.reason, figures)
     if record.reason is DropReason.STALE:
         state.accounting.kept.stale[length_bin(figures)] += 1
 
@@ -98,7 +101,7 @@ def _reissued(state: State, record: Reissued) -> None:
     if record.reason is ReissueReason.REQUEUED:
         state.accounting.kept.stale[length_bin(held or record.stats)] += 1
     state.book.reissue(record)
-    state.accounting.reissued[record.reason] += 1
+    state.accounting.reissue(record.reason, (held or record.stats).num_tokens)
 
 
 def _drawn(state: State, record: Drawn) -> None:
@@ -180,6 +183,10 @@ def _eval_reissued(state: State, record: EvalReissued) -> None:
     state.evals.reissue(record)
 
 
+def _depth_set(state: State, record: DepthSet) -> None:
+    state.pipeline_depth = record.depth
+
+
 def _finished(state: State, record: Finished) -> None:
     state.versions.finished = record.reason
 
@@ -204,6 +211,7 @@ _EVOLVE = cast(
         EvalClaimed: _eval_claimed,
         EvalEnded: _eval_ended,
         EvalReissued: _eval_reissued,
+        DepthSet: _depth_set,
         Finished: _finished,
     },
 )

@@ -1,4 +1,4 @@
-"""What the trainer asks: start, draw, fetch, ack, announce and its cells, heartbeat, finish.
+"""What the trainer asks: start, draw, fetch, ack, depth, announce, cells, heartbeat, finish.
 
 Each function returns the reply, or None for a long poll that has nothing to say yet. Applied again
 after a lost reply, it answers the same and changes nothing.
@@ -11,6 +11,7 @@ from async_grpo.replay.core.members import Member
 from async_grpo.replay.core.publishing import freeze_cells
 from async_grpo.replay.core.records import (
     Announced,
+    DepthSet,
     Drawn,
     Finished,
     Released,
@@ -35,6 +36,7 @@ from async_grpo.replay_api.trainer import (
     Fetch,
     FetchReply,
     Finish,
+    SetDepth,
     Settle,
     StartTrainer,
     StartTrainerReply,
@@ -65,7 +67,11 @@ def start(
         kernel.desk.abort_all(f"trainer incarnation {versions.incarnation} took over")
         kernel.notify()
     next_number = kernel.state.leases.last_draw_number + 1
-    return StartTrainerReply(incarnation=versions.incarnation, next_draw_number=next_number)
+    return StartTrainerReply(
+        incarnation=versions.incarnation,
+        next_draw_number=next_number,
+        pipeline_depth=kernel.state.pipeline_depth,
+    )
 
 
 def _not_restorable(kernel: Kernel, request: StartTrainer) -> Error | None:
@@ -217,6 +223,19 @@ def settle(kernel: Kernel, member: Member, request: Settle, now: float) -> Ok | 
         return refuse(f"only {versions.policy_version} steps were acked")
     if request.policy_version > versions.settled:
         kernel.emit(Settled(incarnation=request.incarnation, policy_version=request.policy_version))
+    return Ok()
+
+
+def set_depth(kernel: Kernel, member: Member, request: SetDepth, now: float) -> Ok | Error:
+    """Admit by another pipeline_depth."""
+    if fenced := kernel.fence(member, request.incarnation):
+        return fenced
+    settings, depth = kernel.settings, request.depth
+    if not settings.min_depth <= depth <= settings.deepest:
+        allowed = f"{settings.min_depth} to {settings.deepest}"
+        return refuse(f"pipeline_depth {depth} is not within {allowed}")
+    if depth != kernel.state.pipeline_depth:
+        kernel.emit(DepthSet(incarnation=request.incarnation, depth=depth, reason=request.reason))
     return Ok()
 
 

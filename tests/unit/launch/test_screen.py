@@ -29,7 +29,7 @@ def picture(
     stats = StatsReply(
         tickets=40, waiting=0, claimed=20, stored=6, leased=4, trained=8, dropped={}, reissued={},
         policy_version=10, live=None, publish_sequence=3, stored_bytes=1 << 29, max_bytes=1 << 30,
-        peers=list(peers),
+        pipeline_depth=2, peers=list(peers),
     )  # fmt: skip
     return Picture(
         stats=stats, steps=steps, num_train_steps=40, max_staleness=4, elapsed_s=80.0,

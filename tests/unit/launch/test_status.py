@@ -32,6 +32,7 @@ def stats(**changes: Any) -> StatsReply:
         "dropped": {DropReason.STALE: 1, DropReason.NO_SIGNAL: 1}, "reissued": {},
         "policy_version": 2, "live": None, "publish_sequence": 3, "stored_bytes": 3 << 19,
         "max_bytes": 1 << 30,
+        "pipeline_depth": 2,
         "peers": [
             PeerView(role=Role.MONITOR, name="me", heartbeat_age_s=0.0, status=None),
             PeerView(role=Role.GENERATOR, name="g", heartbeat_age_s=0.1, status=GENERATOR),
