@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from async_grpo.config.engine import EngineKind
 from async_grpo.config.engine_keys import load_engine_keys
 from async_grpo.config.schema import Config
 from async_grpo.engine.embedded import EmbeddedEngine
 from async_grpo.engine.model import LoadedModel, load_model
 from async_grpo.engine.routes import make_app
-from async_grpo.errors import GenerationError
+from async_grpo.errors import ConfigError, GenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,15 @@ def main(config: Config, *, port: int) -> None:
         port: 0 for one that the system chooses.
 
     Raises:
-        ConfigError: the model does not load or does not fit, or a key cannot be read.
+        ConfigError: the model does not load or does not fit, a key cannot be read, or another
+            engine is configured.
         GenerationError: the batching loop died, or the port cannot be bound.
     """
+    if config.engine.kind is not EngineKind.embedded:
+        raise ConfigError(
+            f"engine.kind: this is the embedded engine, not {config.engine.kind.value}; generators "
+            "start that themselves, or attach to a server that you start (engine.urls)"
+        )
     torch.set_num_threads(config.engine.threads)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
     asyncio.run(serve(config, load_model(config), port=port, announce=_print_url))
