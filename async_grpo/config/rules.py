@@ -155,6 +155,13 @@ def warnings(config: Config) -> list[str]:
         max_staleness=bound,
     )
     found += _idle_engine_fields(config.engine)
+    patience_s, start_s = config.run.no_progress_timeout_s, config.engine.start_timeout_s
+    starts_sglang = config.engine.kind is EngineKind.sglang and not config.engine.urls
+    if starts_sglang and patience_s <= start_s:
+        found.append(
+            f"run.no_progress_timeout_s ({patience_s:g}) is not above engine.start_timeout_s "
+            f"({start_s:g}): the run may end while its engines still load"
+        )
     if not config.policy.maker and config.policy.maker_options:
         found.append("policy.maker_options has no effect without policy.maker")
     return found
