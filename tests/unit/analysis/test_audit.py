@@ -165,6 +165,13 @@ def test_honest_run_is_ok(tmp_path: Path) -> None:
     json.dumps(told)
 
 
+def test_a_depth_that_the_trainer_set_is_no_problem(tmp_path: Path) -> None:
+    files = RunFiles()
+    files.ledger += [depth_set(0), depth_set(1)]
+
+    assert audited(files, tmp_path).problems == []
+
+
 def test_rolled_back_steps_are_not_duplicates(tmp_path: Path) -> None:
     files = RunFiles()
     restart = restarted(2, 1, 1)
@@ -362,6 +369,18 @@ def _record_without_fields(files: RunFiles) -> None:
     files.ledger.insert(3, {"type": "Claimed"})
 
 
+def depth_set(depth: int, incarnation: int = 1) -> Json:
+    return {"type": "DepthSet", "incarnation": incarnation, "depth": depth, "reason": "r"}
+
+
+def _depth_out_of_bounds(files: RunFiles) -> None:
+    files.ledger.append(depth_set(2))
+
+
+def _fenced_incarnation_sets_the_depth(files: RunFiles) -> None:
+    files.ledger.append(depth_set(1, incarnation=2))
+
+
 LIES: list[tuple[Callable[[RunFiles], None], str]] = [
     (_double_train, "trained twice on the surviving lineage"),
     (_too_stale, "at staleness 2 > 1"),
@@ -389,6 +408,8 @@ LIES: list[tuple[Callable[[RunFiles], None], str]] = [
     (_sent_with_other_tokens, "was sent with [4] tokens, the ledger says 5"),
     (_acknowledged_but_not_in_ledger, "the ledger does not have it"),
     (_unknown_record, "unknown record type 'Forged'"),
+    (_depth_out_of_bounds, "depth 2 is not within 0 to 1"),
+    (_fenced_incarnation_sets_the_depth, "depth 1 is set by a fenced incarnation"),
     (_record_without_fields, "Claimed record cannot be understood"),
 ]
 
