@@ -77,6 +77,7 @@ class Client:
 
     def __init__(self, slot):
         self.alive = True
+        self.num_failures = 0
         self.is_ready = slot.is_ready
         self.info = slot.info
         self.calls = []
@@ -84,6 +85,10 @@ class Client:
 
     async def server_info(self, *, timeout_s):
         self.calls.append(Route.SERVER_INFO)
+        self._asked.set()
+        if self.num_failures:
+            self.num_failures -= 1
+            raise GenerationError("busy", retryable=True)
         if not self.alive:
             raise GenerationError("no answer", retryable=True)
         return self.info
@@ -234,6 +239,18 @@ async def test_an_engine_that_stops_answering_is_replaced(monkeypatch):
     slot.clients[0].alive = False
     await slot.life(2)
     assert "no sign of life" in slot.slot.last_error
+    await slot.end()
+
+
+async def test_b091_one_unanswered_question_is_no_death(monkeypatch):
+    slot = Slot(monkeypatch)
+    engine = await slot.life(1)
+    client = slot.clients[0]
+    for _ in range(3):
+        client.num_failures = 1
+        asked = len(client.calls)
+        await slot.until(lambda asked=asked: len(client.calls) > asked + 4)
+    assert slot.slot.engine is engine
     await slot.end()
 
 
