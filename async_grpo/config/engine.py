@@ -76,7 +76,7 @@ class EngineSection:
     restarts draw different samples."""
     threads: int = 1
     """CPU threads of one engine."""
-    start_timeout_s: float = 180.0
+    start_timeout_s: float = 600.0
     """From the start of an engine until it is ready for requests; a large model takes minutes."""
     control_timeout_s: float = 20.0
     """One control call, other than the collective ones."""

@@ -174,8 +174,8 @@ def test_a_good_configuration_has_no_warning(base: Path) -> None:
         (["engine.urls=[http://a:1]", "engine.num_engines=2"], "engine.num_engines has no effect"),
         (["engine.urls=[http://a:1]", "engine.python=p"], "engine.python has no effect with engi"),
         (
-            ["engine.kind=sglang", "engine.python=p", "run.no_progress_timeout_s=180"],
-            "run.no_progress_timeout_s (180) is not above engine.start_timeout_s (180)",
+            ["engine.kind=sglang", "engine.python=p", "run.no_progress_timeout_s=600"],
+            "run.no_progress_timeout_s (600) is not above engine.start_timeout_s (600)",
         ),
         (["engine.server_args=['--x']"], "engine.server_args has no effect with engine.kind: em"),
         (["staleness.min_fresh_fraction=0.9"], "staleness.min_fresh_fraction has no effect"),
