@@ -58,6 +58,7 @@ def sglang_args(config: Config, port: int) -> list[str]:
         "--dtype", config.policy.dtype.value,
         "--tp-size", str(section.tensor_parallel_size),
         "--max-running-requests", str(section.max_running_requests),
+        "--log-level-http", "warning",  # or every request and heartbeat is a line in the log
     ]  # fmt: skip
     if section.context_length:
         args += ["--context-length", str(section.context_length)]

@@ -110,7 +110,7 @@ async def test_the_command_says_everything_that_the_configuration_does(place, mo
         assert said["args"] == [
             "-m", "sglang.launch_server", "--model-path", "a-copy", "--host", "127.0.0.1",
             "--port", port, "--dtype", "float32", "--tp-size", "2", "--max-running-requests", "5",
-            "--context-length", "99", "--mem-fraction-static", "0.8",
+            "--log-level-http", "warning", "--context-length", "99", "--mem-fraction-static", "0.8",
         ]  # fmt: skip
         assert said["env"]["CUDA_VISIBLE_DEVICES"] == "6,7"
         assert said["env"]["NCCL_DEBUG"] == "INFO"
