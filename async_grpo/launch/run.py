@@ -19,7 +19,7 @@ from async_grpo.launch.screen import Picture, Screen
 from async_grpo.launch.status import Show, StatusLine
 from async_grpo.launch.summary import summarize
 from async_grpo.launch.supervisor import REPLAY, TRAINER, Outcome, RunCommands, Supervisor
-from async_grpo.replay.client import MonitorClient
+from async_grpo.replay.monitor_client import MonitorClient
 from async_grpo.replay.store import Ledger
 from async_grpo.replay_api.peers import StatsReply
 

@@ -1,11 +1,12 @@
-"""What every role's client of the replay server has in common: its two connections."""
+"""What every role's client of the replay server has in common: its two connections.
 
-import asyncio
+Every call may be slow, none may hang: a server that restarts costs a delay, a server that stays
+away costs an RpcTimeout after `run.no_progress_timeout_s`. One event loop per client.
+"""
+
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from async_grpo.config.load import agreement_digest
 from async_grpo.config.schema import Config
@@ -79,25 +80,3 @@ class RoleClient:
             bulk=bulk,
             dataset=self._dataset,
         )
-
-
-class ByteBudget:
-    """Bytes that may be unanswered at a time; one message alone always may."""
-
-    def __init__(self) -> None:
-        self.limit = 0
-        self._spent = 0
-        self._freed = asyncio.Condition()
-
-    @asynccontextmanager
-    async def spend(self, size: int) -> AsyncIterator[None]:
-        """Wait for others' messages to be answered; each of them has a deadline."""
-        async with self._freed:
-            await self._freed.wait_for(lambda: not self._spent or self._spent + size <= self.limit)
-            self._spent += size
-        try:
-            yield
-        finally:
-            self._spent -= size
-            async with self._freed:
-                self._freed.notify_all()

@@ -56,7 +56,7 @@ from async_grpo.generation.vocabulary import policy_vocab_size
 from async_grpo.generation.weight_driver import WeightDriver
 from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import Clock, GeneratorReplay, RewardPool, Tokenizer
-from async_grpo.replay.client import GeneratorClient
+from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay_parts import RoleStatus
 from async_grpo.roles.generator_start import FirstTicket, Room
 from async_grpo.tasks.held_out import split_task

@@ -26,7 +26,8 @@ from async_grpo.errors import ConfigError, PeerError
 from async_grpo.interfaces import TrainerReplay
 from async_grpo.metrics.states import StateClock
 from async_grpo.metrics.writers import MetricsWriter
-from async_grpo.replay.client import MonitorClient, TrainerClient
+from async_grpo.replay.monitor_client import MonitorClient
+from async_grpo.replay.trainer_client import TrainerClient
 from async_grpo.replay_parts import Role
 from async_grpo.training.checkpointing import INITIAL, Checkpointer
 from async_grpo.training.evaluations import EvaluationFeed

@@ -15,8 +15,9 @@ from async_grpo.config.run import RunSection
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import StalenessSection
 from async_grpo.config.task import TaskSection
-from async_grpo.replay.client import GeneratorClient, TrainerClient
+from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay.server import ReplayServer
+from async_grpo.replay.trainer_client import TrainerClient
 from async_grpo.replay_parts import (
     CellPhase,
     Dataset,

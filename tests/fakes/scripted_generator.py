@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from async_grpo.config.schema import Config
-from async_grpo.replay.client import GeneratorClient
+from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay_parts import (
     CellPhase,
     Dataset,

@@ -23,8 +23,9 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.engine_api import Path as Route
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.witness import WitnessLog
-from async_grpo.replay.client import GeneratorClient, MonitorClient
 from async_grpo.replay.core.prompt_order import PromptOrder
+from async_grpo.replay.generator_client import GeneratorClient
+from async_grpo.replay.monitor_client import MonitorClient
 from async_grpo.replay_parts import BucketSpec, CellPhase, Probe, Rendezvous
 from async_grpo.roles.generator import Generator
 from async_grpo.roles.generator_start import Room

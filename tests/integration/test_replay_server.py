@@ -20,8 +20,10 @@ from async_grpo.errors import (
     VersionMismatch,
 )
 from async_grpo.interfaces import GeneratorReplay, TrainerReplay
-from async_grpo.replay.client import GeneratorClient, MonitorClient, TrainerClient
+from async_grpo.replay.generator_client import GeneratorClient
+from async_grpo.replay.monitor_client import MonitorClient
 from async_grpo.replay.server import ReplayServer
+from async_grpo.replay.trainer_client import TrainerClient
 from async_grpo.replay_api.base import WIRE_VERSION, Error, ErrorCode
 from async_grpo.replay_api.generator import Insert, InsertReply
 from async_grpo.replay_api.peers import Hello

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from async_grpo.replay.client import GeneratorClient, TrainerClient
+from async_grpo.replay.generator_client import GeneratorClient
+from async_grpo.replay.trainer_client import TrainerClient
 from async_grpo.types import InsertOutcome
 from tests.fakes.replay_harness import (
     at_address,

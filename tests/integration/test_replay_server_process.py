@@ -11,7 +11,9 @@ from pathlib import Path
 from async_grpo.config.load import to_yaml
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
-from async_grpo.replay.client import GeneratorClient, MonitorClient, TrainerClient
+from async_grpo.replay.generator_client import GeneratorClient
+from async_grpo.replay.monitor_client import MonitorClient
+from async_grpo.replay.trainer_client import TrainerClient
 from async_grpo.types import InsertOutcome
 from tests.fakes.replay_harness import DATASET, at_address, go_live, group_for, replay_config
 

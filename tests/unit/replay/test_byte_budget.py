@@ -1,6 +1,6 @@
 import asyncio
 
-from async_grpo.replay.role_client import ByteBudget
+from async_grpo.replay.generator_client import ByteBudget
 
 
 async def test_bytes_on_their_way_stay_within_the_limit():
