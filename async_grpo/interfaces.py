@@ -218,7 +218,23 @@ class EngineClient(Protocol):
         ...
 
 
-class GeneratorReplay(Protocol):
+class UpdateReports(Protocol):
+    """Who is told how far an engine has come in a weight update."""
+
+    async def report_phase(
+        self,
+        publish_sequence: int,
+        cell_id: int,
+        engine_id: str,
+        phase: CellPhase,
+        detail: str,
+        report: UpdateReport | None = None,
+    ) -> None:
+        """An engine reached a phase of an update."""
+        ...
+
+
+class GeneratorReplay(UpdateReports, Protocol):
     """The replay server as a generator uses it. Retries inside; raises PeerError at deadlines."""
 
     async def claim(self) -> Ticket | None:
@@ -243,18 +259,6 @@ class GeneratorReplay(Protocol):
         """What changed since revision `seen`; at the latest after one long poll."""
         ...
 
-    async def report_phase(
-        self,
-        publish_sequence: int,
-        cell_id: int,
-        engine_id: str,
-        phase: CellPhase,
-        detail: str,
-        report: UpdateReport | None = None,
-    ) -> None:
-        """An engine reached a phase of an update."""
-        ...
-
     async def heartbeat(
         self,
         engines: list[EngineStatus],
@@ -265,7 +269,39 @@ class GeneratorReplay(Protocol):
         ...
 
 
-class TrainerReplay(Protocol):
+class PublishReplay(Protocol):
+    """Who brings the trainer's weights and the engines together."""
+
+    async def announce(
+        self,
+        number: int,
+        weights: WeightsName,
+        *,
+        wished_only: bool,
+        plan_hash: str,
+        buckets: list[BucketSpec],
+        probe: Probe,
+        files: WeightFiles | None = None,
+    ) -> AnnounceReply:
+        """Start a publish; freezes the cells. With `files`, each engine loads them for itself."""
+        ...
+
+    async def open_cell(self, publish_sequence: int, cell_id: int, rendezvous: Rendezvous) -> None:
+        """Rank 0 listens for this cell."""
+        ...
+
+    async def wait_cell(
+        self, publish_sequence: int, cell_id: int, phase: CellPhase, *, timeout_s: float
+    ) -> WaitCellReply:
+        """Phases once every engine is at `phase` or failed, or at the deadline."""
+        ...
+
+    async def abort_cell(self, publish_sequence: int, cell_id: int, reason: str) -> None:
+        """Nothing more will be broadcast to this cell."""
+        ...
+
+
+class TrainerReplay(PublishReplay, Protocol):
     """The replay server as trainer rank 0 uses it."""
 
     async def start(
@@ -297,36 +333,8 @@ class TrainerReplay(Protocol):
         """Admission goes by this pipeline_depth from now on."""
         ...
 
-    async def announce(
-        self,
-        number: int,
-        weights: WeightsName,
-        *,
-        wished_only: bool,
-        plan_hash: str,
-        buckets: list[BucketSpec],
-        probe: Probe,
-        files: WeightFiles | None = None,
-    ) -> AnnounceReply:
-        """Start a publish; freezes the cells. With `files`, each engine loads them for itself."""
-        ...
-
-    async def open_cell(self, publish_sequence: int, cell_id: int, rendezvous: Rendezvous) -> None:
-        """Rank 0 listens for this cell."""
-        ...
-
-    async def wait_cell(
-        self, publish_sequence: int, cell_id: int, phase: CellPhase, *, timeout_s: float
-    ) -> WaitCellReply:
-        """Phases once every engine is at `phase` or failed, or at the deadline."""
-        ...
-
     async def evaluations(self, seen: int) -> list[EvalResult]:
         """Results of evaluation rounds beyond the first `seen`; maybe none after one long poll."""
-        ...
-
-    async def abort_cell(self, publish_sequence: int, cell_id: int, reason: str) -> None:
-        """Nothing more will be broadcast to this cell."""
         ...
 
     async def heartbeat(self, draws: list[int], status: RoleStatus) -> None:

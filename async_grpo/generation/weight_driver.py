@@ -28,7 +28,7 @@ from async_grpo.engine_api import PauseMode
 from async_grpo.errors import GenerationError, RemoteError, WeightSyncError
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.update_modes import choose_mode, kv_tokens
-from async_grpo.interfaces import Clock, GeneratorReplay
+from async_grpo.interfaces import Clock, UpdateReports
 from async_grpo.replay_parts import CellPhase, Rendezvous, UpdateOrder, UpdateReport
 from async_grpo.weights.fetch import WeightFetcher
 from async_grpo.weights.receiver import WeightReceiver, was_refused
@@ -62,7 +62,7 @@ class WeightDriver:
 
     def __init__(
         self,
-        replay: GeneratorReplay,
+        replay: UpdateReports,
         engines: Callable[[], Iterable[Engine]],
         spawn: Spawn,
         settings: WeightsSection,

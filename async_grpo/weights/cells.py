@@ -4,7 +4,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from async_grpo.errors import WeightSyncError
-from async_grpo.interfaces import TrainerReplay
+from async_grpo.interfaces import PublishReplay
 from async_grpo.replay_parts import Cell, CellPhase, Rendezvous, UpdateReport
 from async_grpo.types import WeightsName
 
@@ -14,7 +14,7 @@ _ORDER = list(CellPhase)
 
 
 class Call(Protocol):
-    """Runs a coroutine of `TrainerReplay` on its event loop and blocks for the result."""
+    """Runs a coroutine of `PublishReplay` on its event loop and blocks for the result."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T:
         """The result; raises what the coroutine raises."""
@@ -35,7 +35,7 @@ class CellOrder:
 
     def __init__(
         self,
-        replay: TrainerReplay,
+        replay: PublishReplay,
         call: Call,
         sequence: int,
         cell: Cell,

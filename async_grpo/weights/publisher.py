@@ -23,7 +23,7 @@ from torch import Tensor
 
 from async_grpo.config.weights import Backend, Transport, WeightsSection
 from async_grpo.errors import PeerError, WeightSyncError
-from async_grpo.interfaces import Clock, TrainerReplay, WeightSource
+from async_grpo.interfaces import Clock, PublishReplay, WeightSource
 from async_grpo.replay_api.publishing import AnnounceReply
 from async_grpo.replay_parts import Cell, CellPhase, UpdateReport, WeightFiles
 from async_grpo.types import WeightsName
@@ -89,7 +89,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        replay: TrainerReplay,
+        replay: PublishReplay,
         call: Call,
         settings: WeightsSection,
         *,
