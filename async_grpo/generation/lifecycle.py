@@ -149,16 +149,19 @@ class EngineSlot:
     async def _wait_ready(self, handle: EngineHandle, client: EngineClient) -> ServerInfo:
         """Wait until it takes requests; an attached server may take for ever."""
         ended = asyncio.create_task(handle.wait())
+        why_last_ended = self.last_error
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._section.start_timeout_s
         try:
             while True:
                 try:
-                    return await shake_hands(
+                    info = await shake_hands(
                         client,
                         left_group=self._left_group,
                         timeout_s=self._section.control_timeout_s,
                     )
+                    self.last_error = why_last_ended
+                    return info
                 except GenerationError as error:
                     if ended.done():
                         raise GenerationError(ended.result(), retryable=True) from error

@@ -296,9 +296,11 @@ async def test_a_server_that_still_starts_is_waited_for(monkeypatch):
     slot = Slot(monkeypatch, is_ready=False)
     await slot.until(lambda: slot.clients and Route.READY in slot.clients[0].calls)
     assert slot.slot.engine is None
+    await slot.until(lambda: "still starts" in slot.slot.last_error)
     assert Route.ABORT not in slot.clients[0].calls, "its warm-up request must not be aborted"
     slot.clients[0].is_ready = True
     await slot.life(1)
+    assert slot.slot.last_error == "", "it was no error"
     await slot.end()
 
 
