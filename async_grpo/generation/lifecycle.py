@@ -52,7 +52,8 @@ class EngineSlot:
 
     Attributes:
         engine: the present life, or None between lives.
-        last_error: why the newest life ended.
+        last_error: why the newest life ended, in one line.
+        last_words: the same, with the end of its log.
         failed: the budget of restarts is used up.
     """
 
@@ -78,7 +79,7 @@ class EngineSlot:
         self._between = EngineState.STARTING
         self._left_group = ""
         self.engine: Engine | None = None
-        self.last_error = ""
+        self.last_error = self.last_words = ""
         self.failed = False
 
     def _id(self, start: int) -> str:
@@ -105,8 +106,9 @@ class EngineSlot:
                 owned, reason, served = await self._live(self._next_id)
             except GenerationError as error:
                 reason, served = str(error), False
-            self.last_error = f"{self._next_id}: {reason}"
-            logger.warning("engine %s", self.last_error)
+            self.last_words = f"{self._next_id}: {reason}"
+            self.last_error = self.last_words.partition("\n")[0]
+            logger.warning("engine %s", self.last_words)
             if served:
                 backoff_s = FIRST_BACKOFF_S
             if owned and num_restarts >= self._section.max_restarts:

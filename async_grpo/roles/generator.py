@@ -203,7 +203,7 @@ class Generator:
         await slot.run()
         if all(other.failed for other in self._slots):
             raise GenerationError(
-                f"no engine is left, engine.max_restarts are used up; {slot.last_error}",
+                f"no engine is left, engine.max_restarts are used up; {slot.last_words}",
                 retryable=False,
             )
 

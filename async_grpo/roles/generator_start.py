@@ -61,8 +61,7 @@ class FirstTicket:
     def _waits_for(self) -> str:
         slots = self._slots()
         if all(slot.engine is None for slot in slots):
-            # the end of a log, below the first line, was told when the engine ended
-            errors = [slot.last_error.partition("\n")[0] for slot in slots if slot.last_error]
+            errors = [slot.last_error for slot in slots if slot.last_error]
             return f"an engine to answer ({'; '.join(errors) or 'still starting'})"
         return "" if self.trainer_seen else "a trainer to publish its first weights"
 

@@ -136,7 +136,7 @@ class Handle:
 
     async def wait(self):
         await self.ended.wait()
-        return "exit"
+        return "exit\n    the end of its log"
 
     async def kill(self):
         self.calls.append("kill")
@@ -208,6 +208,8 @@ async def test_each_life_has_its_own_id_and_wants_a_sync(monkeypatch):
     slot.handles[0].ended.set()
     second = await slot.life(2)
     assert first.engine_id != second.engine_id
+    assert slot.slot.last_error == f"{first.engine_id}: exit"
+    assert slot.slot.last_words == f"{first.engine_id}: exit\n    the end of its log"
     assert slot.clients[0].calls[-1] == "close"
     assert slot.handles[0].calls == ["kill"]
     await slot.end()
