@@ -5,37 +5,14 @@ Lines: {"event": "sent" | "answered" | "ended" | "evaluated", "group_id", "attem
 that the server knows and this file does not is a fault.
 """
 
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-import msgspec
-
-from async_grpo.metrics.json_lines import cut_torn_line
+from async_grpo.metrics.json_lines import JsonLinesFile
 from async_grpo.types import DropReason, InsertOutcome, RolloutGroup, Ticket
 
 
-class WitnessLog:
-    """Appends to one file. Use as a context manager."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_line(path)
-        self._file = path.open("ab", buffering=0)
-        self._encode = msgspec.json.Encoder().encode
-
-    def __enter__(self) -> Self:
-        """The log itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close the file."""
-        self._file.close()
+class WitnessLog(JsonLinesFile):
+    """The file of one generator."""
 
     def sent(self, group: RolloutGroup) -> None:
         """The group is about to be inserted."""
@@ -80,4 +57,4 @@ class WitnessLog:
         if group is not None:
             oldest = group.oldest_weights()
             line["oldest"] = "" if oldest is None else str(oldest)
-        self._file.write(self._encode(line) + b"\n")
+        self.append(line)

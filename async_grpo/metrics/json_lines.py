@@ -6,9 +6,39 @@ it off, or its own first line would be glued to it.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+
+class JsonLinesFile:
+    """Appends objects, one per line, each handed to the operating system at once.
+
+    One process at a time has it open. Use as a context manager.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create; a last line that a crash cut short is removed."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
+        self._file = path.open("ab")
+
+    def __enter__(self) -> Self:
+        """The file itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.close()
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """One line. Raises OSError (disk full)."""
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Give up the file."""
+        self._file.close()
 
 
 def cut_torn_line(path: Path) -> None:

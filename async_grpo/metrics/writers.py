@@ -1,12 +1,10 @@
 """Where metrics go: `metrics.jsonl` and TensorBoard."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
-from async_grpo.metrics.json_lines import keep_lines
+from async_grpo.metrics.json_lines import JsonLinesFile, keep_lines
 from async_grpo.metrics.registry import checked
 
 
@@ -19,9 +17,8 @@ class MetricsWriter:
 
     def __init__(self, jsonl: Path, tensorboard: Path | None, *, first_step: int = 0) -> None:
         """Open both; `first_step`: the first step that will be written."""
-        jsonl.parent.mkdir(parents=True, exist_ok=True)
         keep_lines(jsonl, lambda line: line.get("policy_version", 0) <= first_step)
-        self._file = jsonl.open("a", encoding="utf-8")
+        self._file = JsonLinesFile(jsonl)
         self._board: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter  # imports seconds of other packages
@@ -39,27 +36,19 @@ class MetricsWriter:
             KeyError: an undeclared name.
         """
         line = checked(values)
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._file.append(line)
         if self._board is not None:
             evaluated = line.get("eval/policy_version", step)
             for name, value in line.items():
                 at = evaluated if name.startswith("eval/") else step
                 self._board.add_scalar(name, value, int(at))
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        """The writer itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Flush and close both."""
         self._file.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -3,30 +3,17 @@
 Written before the ack, so that an audit can hold it against the replay server's ledger.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
-from async_grpo.metrics.json_lines import cut_torn_line
+from async_grpo.metrics.json_lines import JsonLinesFile
 from async_grpo.training.feed import Batch
 
 
-class StepWitness:
-    """Appends one line per train step."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
-
-    def __enter__(self) -> "StepWitness":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+class StepWitness(JsonLinesFile):
+    """One line per train step."""
 
     def write(self, incarnation: int, batch: Batch, max_staleness: int) -> None:
-        """One line, flushed. Tokens beyond `max_staleness` were not trained, only counted."""
+        """One line. Tokens beyond `max_staleness` were not trained, only counted."""
         version = batch.train_version
         groups: list[dict[str, Any]] = []
         for group in batch.groups:
@@ -52,5 +39,4 @@ class StepWitness:
             "max_staleness": max(group["staleness"] for group in groups),
             "groups": groups,
         }
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self.append(line)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.metrics.json_lines import cut_torn_line, keep_lines
+from async_grpo.metrics.json_lines import JsonLinesFile, cut_torn_line, keep_lines
 from async_grpo.metrics.writers import MetricsWriter
 
 
@@ -25,6 +25,20 @@ def test_a_torn_last_line_is_cut(before: bytes, after: bytes, tmp_path: Path) ->
     path.write_bytes(before)
     cut_torn_line(path)
     assert path.read_bytes() == after
+
+
+def test_what_is_appended_follows_the_last_whole_line_and_is_on_disk_at_once(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "made" / "lines"
+    path.parent.mkdir()
+    path.write_bytes(b'{"a": 1}\n{"torn')
+    with JsonLinesFile(path) as file:
+        file.append({"b": "\u00e9\n"})
+        assert [json.loads(line) for line in path.read_bytes().splitlines()] == [
+            {"a": 1},
+            {"b": "\u00e9\n"},
+        ]
 
 
 def test_a_file_that_is_not_there_is_left_alone(tmp_path: Path) -> None:
