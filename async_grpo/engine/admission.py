@@ -99,7 +99,8 @@ def _check_sampling(params: SamplingParams) -> None:
         problems.append(f"min_new_tokens must be 0, got {params.min_new_tokens}: {full}")
     penalties = (params.frequency_penalty, params.presence_penalty, params.repetition_penalty)
     if penalties != (0, 0, 1):
-        problems.append(f"penalties must be 0, 0 and 1, got {penalties}: {full}")
+        names = "frequency_penalty, presence_penalty and repetition_penalty"
+        problems.append(f"{names} must be 0, 0 and 1, got {penalties}: {full}")
     if params.sampling_seed is not None:
         problems.append("sampling_seed is not supported: requests share one random stream")
     if problems:
