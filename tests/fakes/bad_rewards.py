@@ -51,3 +51,19 @@ def tell_pid_and_hang(completion, answer, metadata):
     """Hangs in C, where no thread of Python can end the process."""
     os.write(1, f"{os.getpid()}\n".encode())
     return float(10 ** (10**10))
+
+
+def never(completion, answer, metadata):
+    """Never right: raises, is no number or hangs, as the answer begins."""
+    if answer[0] == "a":
+        raise ValueError("on purpose")
+    if answer[0] == "b":
+        return float("nan")
+    return time.sleep(3600)
+
+
+def sometimes(completion, answer, metadata):
+    """Right for most answers."""
+    if answer[:2] in ("aa", "ba", "ca"):
+        return never(completion, answer, metadata)
+    return float(completion == answer)
