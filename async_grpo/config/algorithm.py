@@ -10,18 +10,6 @@ from async_grpo.config.objective import objective_problems
 from async_grpo.config.presets import PRESETS, Preset
 
 
-class Advantage(StrEnum):
-    """Built-in advantages."""
-
-    grpo = "grpo"
-    mean_only = "mean_only"
-    rloo = "rloo"
-    opo = "opo"
-    maxrl = "maxrl"
-    batch_std = "batch_std"
-    reinforce_pp = "reinforce_pp"
-
-
 class EpsPlacement(StrEnum):
     """Where advantage_eps is added."""
 
@@ -34,20 +22,6 @@ class Std(StrEnum):
 
     population = "population"
     sample = "sample"
-
-
-class Surrogate(StrEnum):
-    """Built-in surrogates."""
-
-    ppo = "ppo"
-    gmpo = "gmpo"
-    cispo = "cispo"
-    ratio = "ratio"
-    sapo = "sapo"
-    reinforce = "reinforce"
-    dppo = "dppo"
-    topr = "topr"
-    aspo = "aspo"
 
 
 class RatioLevel(StrEnum):

@@ -66,6 +66,7 @@ _OPTIONAL_POSITIVE = (
     "length_limit", "reject_token_low", "reject_token_high", "reject_sequence_low",
     "reject_sequence_high", "reject_veto", "reject_opsm", "reject_m2",
 )  # fmt: skip
+_BEHAVIOR_WEIGHT_KNOBS = ("behavior_weight_level", "behavior_weight_floor", "behavior_weight_cap")
 _BOUNDS = (
     ("ratio_floor", "ratio_cap"), ("behavior_weight_floor", "behavior_weight_cap"),
     ("topr_low", "topr_high"), ("reject_token_low", "reject_token_high"),
@@ -118,18 +119,25 @@ def _clashes(section: "AlgorithmSection", where: str) -> Iterator[str]:
         )
     if section.proximal == "interpolate":
         yield from _interpolation_clashes(section, where)
-    estimator, correction = section.kl_estimator, section.kl_correction
+    sequence_bounds = (section.reject_sequence_low, section.reject_sequence_high)
+    if section.reject_sequence_level == "token" and sequence_bounds != (None, None):
+        yield f"{where}.reject_sequence_level must be sequence or geometric; see reject_token_*"
     if section.kl_coef:
-        if estimator == "k1" and correction != "through":
-            yield (
-                f"{where}.kl_estimator=k1 in the loss has an expected gradient of 0, not that of a "
-                "KL; use k2, k3, or kl_correction=through"
-            )
-        if estimator == "k2" and correction == "through":
-            yield (
-                f"{where}.kl_estimator=k2 with kl_correction=through has not the gradient of a KL; "
-                "use kl_correction=detached, or k3"
-            )
+        yield from _kl_clashes(section, where)
+
+
+def _kl_clashes(section: "AlgorithmSection", where: str) -> Iterator[str]:
+    estimator, correction = section.kl_estimator, section.kl_correction
+    if estimator == "k1" and correction != "through":
+        yield (
+            f"{where}.kl_estimator=k1 in the loss has an expected gradient of 0, not that of a "
+            "KL; use k2, k3, or kl_correction=through"
+        )
+    if estimator == "k2" and correction == "through":
+        yield (
+            f"{where}.kl_estimator=k2 with kl_correction=through has not the gradient of a KL; "
+            "use kl_correction=detached, or k3"
+        )
 
 
 def _interpolation_clashes(section: "AlgorithmSection", where: str) -> Iterator[str]:
@@ -144,37 +152,41 @@ def _interpolation_clashes(section: "AlgorithmSection", where: str) -> Iterator[
 
 def _without_effect(section: "AlgorithmSection", where: str) -> Iterator[str]:
     """Fields of the user's that nothing reads."""
-    idle: dict[str, str] = {}
-    for choice, table in (("advantage", ADVANTAGE_KNOBS), ("surrogate", SURROGATE_KNOBS)):
-        value = getattr(section, choice)
-        every = frozenset().union(*table.values())
-        for name in every - table.get(value, frozenset()):
-            idle[name] = f"{choice}={value}"
-    if section.behavior_weight == "none":
-        for name in ("behavior_weight_level", "behavior_weight_floor", "behavior_weight_cap"):
-            idle[name] = "behavior_weight=none"
-    if section.reject_sequence_low is None and section.reject_sequence_high is None:
-        idle["reject_sequence_level"] = "no bound for sequences"
-    elif section.reject_sequence_level == "token":
-        yield f"{where}.reject_sequence_level must be sequence or geometric; see reject_token_*"
-    if section.reject_m2 is None:
-        idle["reject_m2_tokens"] = "reject_m2=null"
-    if not _rejects(section):
-        idle["denominator"] = "nothing rejected"
-    if not section.kl_coef:
-        idle |= dict.fromkeys(("kl_estimator", "kl_correction", "kl_ratio_cap"), "kl_coef=0")
-    elif section.kl_correction != "detached":
-        idle["kl_ratio_cap"] = f"kl_correction={section.kl_correction}"
-    if section.proximal != "interpolate":
-        idle["proximal_interpolation"] = f"proximal={section.proximal}"
-    if not section.overlong_buffer_tokens and section.aggregation != "constant":
-        idle["length_limit"] = "neither overlong_buffer_tokens nor aggregation=constant"
     defaults = {field.name: field.default for field in fields(section)}
     of_preset = PRESETS[section.preset]
-    for name, reason in sorted(idle.items()):
+    for name, reason in sorted(_idle(section).items()):
         # a preset's own value may lie idle: the user replaced what read it
         if getattr(section, name) not in (defaults[name], of_preset.get(name, defaults[name])):
             yield f"{where}.{name} has no effect with {reason}"
+
+
+def _idle(section: "AlgorithmSection") -> dict[str, str]:
+    """Fields that nothing reads, and why."""
+    idle: dict[str, str] = {}
+    for choice, table in (("advantage", ADVANTAGE_KNOBS), ("surrogate", SURROGATE_KNOBS)):
+        value = getattr(section, choice)
+        unread = frozenset().union(*table.values()) - table.get(value, frozenset())
+        idle |= dict.fromkeys(unread, f"{choice}={value}")
+    no_sequence_bound = section.reject_sequence_low is None and section.reject_sequence_high is None
+    no_limit = not section.overlong_buffer_tokens and section.aggregation != "constant"
+    unused_kl_cap = section.kl_correction != "detached"
+    for unread, reason, names in (
+        (section.behavior_weight == "none", "behavior_weight=none", _BEHAVIOR_WEIGHT_KNOBS),
+        (no_sequence_bound, "no bound for sequences", ("reject_sequence_level",)),
+        (section.reject_m2 is None, "reject_m2=null", ("reject_m2_tokens",)),
+        (not _rejects(section), "nothing rejected", ("denominator",)),
+        (unused_kl_cap, f"kl_correction={section.kl_correction}", ("kl_ratio_cap",)),
+        (not section.kl_coef, "kl_coef=0", ("kl_estimator", "kl_correction", "kl_ratio_cap")),
+        (
+            section.proximal != "interpolate",
+            f"proximal={section.proximal}",
+            ("proximal_interpolation",),
+        ),
+        (no_limit, "neither overlong_buffer_tokens nor aggregation=constant", ("length_limit",)),
+    ):
+        if unread:
+            idle |= dict.fromkeys(names, reason)
+    return idle
 
 
 def _rejects(section: "AlgorithmSection") -> bool:

@@ -21,7 +21,6 @@ class ErrorCode(StrEnum):
     FENCED = "fenced"
     """the sender's incarnation is not the current one"""
     NOT_FOUND = "not_found"
-    STOPPING = "stopping"
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
