@@ -170,7 +170,7 @@ def _idle(section: "AlgorithmSection") -> dict[str, str]:
     no_sequence_bound = section.reject_sequence_low is None and section.reject_sequence_high is None
     no_limit = not section.overlong_buffer_tokens and section.aggregation != "constant"
     unused_kl_cap = section.kl_correction != "detached"
-    for unread, reason, names in (
+    for is_idle, reason, names in (
         (section.behavior_weight == "none", "behavior_weight=none", _BEHAVIOR_WEIGHT_KNOBS),
         (no_sequence_bound, "no bound for sequences", ("reject_sequence_level",)),
         (section.reject_m2 is None, "reject_m2=null", ("reject_m2_tokens",)),
@@ -184,7 +184,7 @@ def _idle(section: "AlgorithmSection") -> dict[str, str]:
         ),
         (no_limit, "neither overlong_buffer_tokens nor aggregation=constant", ("length_limit",)),
     ):
-        if unread:
+        if is_idle:
             idle |= dict.fromkeys(names, reason)
     return idle
 
