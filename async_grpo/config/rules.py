@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
+from async_grpo.config.alarms import AlarmAction
 from async_grpo.config.algorithm import Aggregation
 from async_grpo.config.engine import EngineKind, EngineSection
 from async_grpo.config.objective import objective_warnings
@@ -66,6 +67,7 @@ def _cross_section(config: Config) -> Iterator[str]:
             f"staleness.pipeline_depth + 1 ({depth + 1}), or the trainer waits for groups that "
             "only the next publish would admit"
         )
+    yield from _idle_shrinking(config)
     if config.staleness.force is not None and config.weights.publish_every != 1:
         yield (
             f"weights.publish_every ({config.weights.publish_every}) must be 1 with "
@@ -120,6 +122,18 @@ def _cross_section(config: Config) -> Iterator[str]:
         )
     if config.generation.group_size < 2:
         yield "generation.group_size must be >= 2: a group of one has no advantage"
+
+
+def _idle_shrinking(config: Config) -> Iterator[str]:
+    """Alarms that are to shrink a depth which cannot shrink."""
+    names = config.alarms.uses(AlarmAction.shrink_depth)
+    if names and config.staleness.force is not None:
+        yield f"alarms.{names[0]}_action=shrink_depth cannot move what staleness.force holds"
+    elif names and config.staleness.deepest <= least_depth(config):
+        yield (
+            f"alarms.{names[0]}_action=shrink_depth has no effect: staleness.pipeline_depth is "
+            f"weights.publish_every - 1 ({least_depth(config)}) already, the smallest"
+        )
 
 
 _OF_SGLANG = ("python", "model", "server_args")

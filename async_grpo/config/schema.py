@@ -7,6 +7,7 @@ complaint about it; rules across sections are in `config.rules`.
 
 from dataclasses import dataclass, field
 
+from async_grpo.config.alarms import AlarmsSection
 from async_grpo.config.algorithm import AlgorithmSection
 from async_grpo.config.engine import EngineSection
 from async_grpo.config.eval import EvalSection
@@ -37,5 +38,6 @@ class Config:
     trainer: TrainerSection = field(default_factory=TrainerSection)
     weights: WeightsSection = field(default_factory=WeightsSection)
     eval: EvalSection = field(default_factory=EvalSection)
+    alarms: AlarmsSection = field(default_factory=AlarmsSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     launch: LaunchSection = field(default_factory=LaunchSection)

@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from async_grpo.config.ranges import not_negative
 
-
 DEFAULT_TARGET_ESS = 0.8
 
 

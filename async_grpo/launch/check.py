@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config import objective_text
+from async_grpo.config.alarms import AlarmAction, AlarmsSection
 from async_grpo.config.eval import EvalSection
 from async_grpo.config.load import agreement_digest, to_yaml
 from async_grpo.config.policy import DType
-from async_grpo.config.rules import group_bytes_bound, max_groups, warnings
+from async_grpo.config.rules import group_bytes_bound, least_depth, max_groups, warnings
 from async_grpo.config.schema import Config
+from async_grpo.config.staleness import DEFAULT_TARGET_ESS, Controller
 from async_grpo.errors import ConfigError
 
 _ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float64: 8}
@@ -47,6 +49,12 @@ def _derived(config: Config) -> Iterator[tuple[str, str]]:
     yield "zero-variance groups", str(config.algorithm.zero_variance)
     yield "window", f"{window} groups in flight and stored ((D + 1) * P = {depth + 1} * {per_step})"
     yield "staleness", f"{depth} typical (D), never above {bound} (S) train steps"
+    if config.staleness.controller is Controller.ess:
+        target = config.staleness.target_ess or DEFAULT_TARGET_ESS
+        bounds = f"{least_depth(config)} to {bound}"
+        yield "depth controller", f"D moves within {bounds} to hold an ESS of {target:g}"
+    if acting := _acting_alarms(config.alarms):
+        yield "alarms", f"{acting}; the others warn"
     yield "one step", f"{per_step} groups, {samples} completions"
     tokens = samples * config.generation.max_new_tokens
     yield "tokens per step", f"<= {tokens:,} sampled"
@@ -59,6 +67,13 @@ def _derived(config: Config) -> Iterator[tuple[str, str]]:
     yield "whole run", f"{config.run.num_train_steps * per_step:,} groups trained"
     yield from _model(config)
     yield "digest", f"{agreement_digest(config)} (equal on all roles of a run)"
+
+
+def _acting_alarms(section: AlarmsSection) -> str:
+    """Alarms that do more than warn."""
+    actions = (action for action in AlarmAction if action is not AlarmAction.warn)
+    parts = [(action, section.uses(action)) for action in actions]
+    return "; ".join(f"{action}: {', '.join(names)}" for action, names in parts if names)
 
 
 def _evaluation(section: EvalSection) -> str:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from async_grpo.types import DropReason
+from async_grpo.config.alarms import KINDS
+from async_grpo.types import DropReason, ReissueReason
 
 BUCKET_NAMES = ("0", "1", "2", "3-4", "5-8", "9+")
 """as `algorithms.staleness.BUCKETS` has them"""
@@ -129,6 +130,16 @@ _DECLARED = (
     ("eval/length_mean", "tokens", "of its completions"),
     ("eval/prompts", "prompts", "that it evaluated"),
     ("eval/failed_prompts", "prompts", "of it that could not be sampled or scored"),
+    ("selection/length_ratio", "", "mean completion length, trained / generated, over the last 20 "
+     "steps without no_signal groups; below 1: long ones are lost"),
+    ("selection/reward_ratio", "", "the same of the mean reward, where that is above 0"),
+    ("pacing/pipeline_depth", "steps", "D in force after the step"),
+    ("pacing/decision", "steps", "change of it by the controller, on the steps where it decides"),
+    ("pacing/fit_intercept", "", "-log ESS of fresh tokens, by the controller's fit"),
+    ("pacing/fit_slope", "", "-log ESS per train step of staleness, by the controller's fit"),
+    ("pacing/predicted_ess", "", "of raw token weights at the depth decided for, by that fit"),
+    ("alarm/active", "alarms", "that last"),
+    ("lr_scale", "", "of the next step's learning rate, by alarms of action scale_lr"),
     ("sync/publish_s", "s", "the newest finished announcement, all cells committed"),
     ("sync/failed_cells", "cells", "of it that did not commit as a whole"),
     ("sync/alarms", "", "of it: an engine's weights did not change though the trainer's did, or "
@@ -157,6 +168,15 @@ def _declared() -> dict[str, Metric]:
             name = f"dropped/{reason.value}_{kind}"
             meaning = f"that ended as {reason.value} since the draw before"
             metrics[name] = Metric(name, kind, meaning)
+    for reissue in (ReissueReason.REQUEUED, ReissueReason.SUPERSEDED, ReissueReason.LOST):
+        name = f"reissued/{reissue.value}_tokens"
+        meaning = f"of finished groups, wasted since the draw before: {reissue.value}"
+        metrics[name] = Metric(name, "tokens", meaning)
+    for alarm in KINDS:
+        name = f"alarm/{alarm.name}"
+        metrics[name] = Metric(name, "", f"1 while the alarm over {alarm.metric} lasts")
+        name = f"alarm/{alarm.name}_raised"
+        metrics[name] = Metric(name, "alarms", f"times that it was raised so far, of {alarm.name}")
     for metric in list(metrics.values()):
         if metric.by_staleness:
             for bucket in BUCKET_NAMES:

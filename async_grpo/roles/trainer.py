@@ -18,10 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from async_grpo.algorithms.staleness import is_fresh
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
-from async_grpo.config.staleness import OverAge
 from async_grpo.errors import ConfigError, PeerError
 from async_grpo.interfaces import TrainerReplay
 from async_grpo.metrics.states import StateClock
@@ -29,14 +27,15 @@ from async_grpo.metrics.writers import MetricsWriter
 from async_grpo.replay.monitor_client import MonitorClient
 from async_grpo.replay.trainer_client import TrainerClient
 from async_grpo.replay_parts import Role
+from async_grpo.roles.train_loop import TrainLoop, TrainParts
 from async_grpo.training.checkpointing import INITIAL, Checkpointer
+from async_grpo.training.control import Control
 from async_grpo.training.evaluations import EvaluationFeed
-from async_grpo.training.feed import Batch, FeedSettings, GroupFeed, LoopThread
+from async_grpo.training.feed import FeedSettings, GroupFeed, LoopThread
 from async_grpo.training.model import PolicyModel, load_policy, resolve_device, save_policy
 from async_grpo.training.progress import Progress
 from async_grpo.training.self_test import check_model
-from async_grpo.training.step import StepOutcome, TrainStep
-from async_grpo.training.step_metrics import group_metrics, token_metrics
+from async_grpo.training.step import TrainStep
 from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.training.witness import StepWitness
 from async_grpo.types import WeightsName
@@ -52,7 +51,7 @@ def main(config: Config) -> None:
         KeyboardInterrupt: Ctrl-C; the first one only after the step under way and a checkpoint.
         ConfigError: the address has no port, there is more than one rank, or the model is unfit.
         PeerError: the replay server or the groups failed to come within their deadlines.
-        NumericsError: a loss or gradient norm was not finite.
+        NumericsError: a loss or gradient norm was not finite, or an alarm stopped the run.
     """
     if config.replay.address.endswith(":0"):
         raise ConfigError(
@@ -210,6 +209,7 @@ def _train(
         on_wishes=publisher.republish,
     )
     evaluations = EvaluationFeed(replay, loop, started.incarnation)
+    control = Control(config, started.pipeline_depth)
     reason = "failed"
     with ExitStack() as stack:
         stack.callback(lambda: loop.call(client.leave(reason)))
@@ -223,15 +223,17 @@ def _train(
         witness = stack.enter_context(StepWitness(directory.steps))
         feed.start()
         if found is not INITIAL:
-            checkpoints.load(found)  # heartbeats go on meanwhile
+            control.restore(checkpoints.load(found))  # heartbeats go on meanwhile
         if config.eval.every:
             evaluations.start()
         with clock.during("syncing"):
             publisher.publish(WeightsName(started.incarnation, first), trainer.weights)
-        steps = _Steps(
-            config, trainer, replay, loop, clock, publisher, feed, progress, evaluations,
-            checkpoints,
+        parts = TrainParts(
+            config=config, step=trainer.step, weights=trainer.weights, replay=replay, loop=loop,
+            clock=clock, publisher=publisher, feed=feed, progress=progress,
+            evaluations=evaluations, checkpoints=checkpoints, control=control,
         )  # fmt: skip
+        steps = TrainLoop(parts)
         steps.run(writer, witness)
         steps.checkpoint()
         if progress.step == config.run.num_train_steps:
@@ -249,143 +251,12 @@ def _train(
         logger.info("%s", reason)
 
 
-class _Steps:
-    """The main thread's loop."""
-
-    def __init__(
-        self,
-        config: Config,
-        trainer: _Trainer,
-        replay: TrainerReplay,
-        loop: LoopThread,
-        clock: StateClock,
-        publisher: WeightPublisher,
-        feed: GroupFeed,
-        progress: Progress,
-        evaluations: EvaluationFeed,
-        checkpoints: Checkpointer,
-    ) -> None:
-        self._config, self._trainer, self._replay, self._loop = config, trainer, replay, loop
-        self._clock, self._publisher, self._feed = clock, publisher, feed
-        self._progress, self._evaluations = progress, evaluations
-        self._checkpoints = checkpoints
-        self._step_ended_s = _wall(clock)
-        self._draw_number = 0
-        self._lr = 0.0
-
-    def run(self, writer: MetricsWriter, witness: StepWitness) -> None:
-        """Train steps until the last, or until a stop is requested between two."""
-        config = self._config
-        while self._progress.step < config.run.num_train_steps:
-            with self._clock.during("waiting"):
-                batch = self._feed.take(config.run.no_progress_timeout_s)
-            if batch is None:
-                return
-            if not self._progress.training_since_s:
-                self._progress.training_since_s = _wall(self._clock)
-            self._require_fresh(batch)
-            in_queue_s = batch.in_queue_s()
-            with self._clock.during("working"):
-                outcome = self._trainer.step.apply(
-                    batch.groups,
-                    batch.train_version,
-                    weights=[leased.keep_weight for leased in batch.leased],
-                )
-            witness.write(self._progress.incarnation, batch, config.staleness.max_staleness)
-            with self._clock.during("syncing"):
-                self._ack_and_publish(batch)
-            with self._clock.during("working"):
-                self._report(writer, batch, outcome, in_queue_s)
-            self._draw_number, self._lr = batch.draw_number, outcome.lr
-            if self._checkpoints.is_due(self._progress.step):
-                self.checkpoint()
-
-    def checkpoint(self) -> None:
-        """Write one, unless the newest is of this version."""
-        version = self._progress.step
-        if not self._checkpoints.has(version):
-            name = WeightsName(self._progress.incarnation, version)
-            with self._clock.during("checkpointing"):
-                self._checkpoints.save(name, draw_number=self._draw_number, lr=self._lr)
-
-    def _require_fresh(self, batch: Batch) -> None:
-        bound = self._config.staleness.max_staleness
-        masks = self._config.staleness.over_age is OverAge.mask_tokens
-        for group in batch.groups:
-            deciding = (max if masks else min)(group.weights_tokens(), default=None)
-            if deciding and not is_fresh(batch.train_version, deciding.policy_version, bound):
-                raise PeerError(
-                    f"the replay server handed out group {group.group_id}/{group.attempt} of "
-                    f"{deciding} for a step from version {batch.train_version}: older than "
-                    f"staleness.max_staleness={bound}"
-                )
-
-    def _ack_and_publish(self, batch: Batch) -> None:
-        groups = [(group.group_id, group.attempt) for group in batch.groups]
-        self._loop.call(self._replay.ack(batch.train_version, batch.draw_number, groups))
-        self._feed.acked(batch.draw_number)
-        version, last = batch.train_version + 1, self._config.run.num_train_steps
-        if version % self._config.weights.publish_every == 0 or version == last:
-            name = WeightsName(self._progress.incarnation, version)
-            self._publisher.publish(name, self._trainer.weights)
-
-    def _report(
-        self, writer: MetricsWriter, batch: Batch, outcome: StepOutcome, in_queue_s: list[float]
-    ) -> None:
-        version = batch.train_version
-        values = group_metrics(batch.groups, batch.generated, in_queue_s)
-        values |= token_metrics(outcome, batch.groups, version, self._config.algorithm)
-        seconds = self._clock.seconds()
-        now = sum(seconds.values())
-        step_s = now - self._step_ended_s
-        self._step_ended_s = now
-        values |= {
-            "step": version,
-            "policy_version": version + 1,
-            "incarnation": self._progress.incarnation,
-            "time/wall_s": now,
-            "time/step_s": step_s,
-            "tokens/trained_per_s": values["tokens/trained"] / step_s,
-        }
-        values |= {
-            f"time/{state}_s": seconds.get(state, 0.0)
-            for state in ("starting", "working", "waiting", "syncing", "checkpointing")
-        }
-        result = self._publisher.last_result
-        if result is not None:
-            values |= result.metrics()
-        values |= self._evaluations.take()
-        writer.write(version, values)
-        self._progress.add(values)
-        logger.info(
-            "step %d: reward %.3f, staleness %.2f (max %d), %.0f tokens/s, grad norm %.3g",
-            version + 1, values["reward/mean"], values["staleness/mean"], values["staleness/max"],
-            values["tokens/trained_per_s"], values["grad_norm"],
-        )  # fmt: skip
-
-    def report_last_evaluations(self, writer: MetricsWriter) -> None:
-        """Lines of their own, behind the last step's, for evaluations that ended after it."""
-        last, timeout_s = self._config.run.num_train_steps, self._config.eval.timeout_s
-        for values in self._evaluations.rest(last, timeout_s):
-            values |= {
-                "step": last,
-                "policy_version": last,
-                "incarnation": self._progress.incarnation,
-                "time/wall_s": _wall(self._clock),
-            }
-            writer.write(last, values)
-
-
 def _all(*callbacks: Callable[[], None]) -> Callable[[], None]:
     def call_all() -> None:
         for callback in callbacks:
             callback()
 
     return call_all
-
-
-def _wall(clock: StateClock) -> float:
-    return sum(clock.seconds().values())
 
 
 async def _log_generator_shares(config: Config) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from async_grpo.config.resume import differences, values_digest
 from async_grpo.errors import ConfigError
+from async_grpo.training.control import ControlState
 from async_grpo.training.step import TrainStep
 from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.types import WeightsName
@@ -63,6 +64,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerPosition
     config: dict[str, Any]
     """`config.resume.fixed_values` of the run"""
+    control: ControlState = ControlState()
 
     @property
     def name(self) -> WeightsName:
@@ -113,8 +115,11 @@ def require_same_config(path: Path, state: CheckpointState, fixed: Mapping[str, 
         raise ConfigError([f"checkpoint {path}: {problem}" for problem in problems])
 
 
-def load_checkpoint(path: Path, weights: PolicyWeights, step: TrainStep) -> None:
+def load_checkpoint(path: Path, weights: PolicyWeights, step: TrainStep) -> CheckpointState:
     """Let model, optimizer and random generators be as they were; `path` is verified before.
+
+    Returns:
+        What else it says, for whom it concerns.
 
     Raises:
         ConfigError: the tensors do not fit the model.
@@ -126,6 +131,7 @@ def load_checkpoint(path: Path, weights: PolicyWeights, step: TrainStep) -> None
         _set_random_state(load_file(path / RNG), file.numpy)
     except (ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"checkpoint {path} does not fit this model: {error}") from error
+    return file.state
 
 
 def _read(path: Path) -> _File:

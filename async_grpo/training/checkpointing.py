@@ -23,6 +23,7 @@ from async_grpo.training.checkpoint import (
     save_checkpoint,
 )
 from async_grpo.training.checkpoint_files import CheckpointError, CheckpointFiles
+from async_grpo.training.control import ControlState
 from async_grpo.training.step import TrainStep
 from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.types import WeightsName
@@ -117,14 +118,18 @@ class Checkpointer:
                 self._files.set_aside(name, f"the run goes on from {chosen} without it")
         self._newest = chosen
 
-    def load(self, name: WeightsName) -> None:
-        """Let everything be as it was at the checkpoint.
+    def load(self, name: WeightsName) -> ControlState:
+        """Let model, optimizer and random generators be as they were at the checkpoint.
+
+        Returns:
+            How alarms and controller were.
 
         Raises:
             ConfigError: it does not fit the model.
         """
-        load_checkpoint(self._files.path(name), self._weights, self._step)
+        state = load_checkpoint(self._files.path(name), self._weights, self._step)
         logger.info("checkpoint %s is loaded", name)
+        return state.control
 
     def is_due(self, policy_version: int) -> bool:
         """Whether a checkpoint is to be written after this step."""
@@ -134,7 +139,9 @@ class Checkpointer:
         """Whether there is nothing new to write."""
         return self._newest.policy_version == policy_version
 
-    def save(self, name: WeightsName, *, draw_number: int, lr: float) -> None:
+    def save(
+        self, name: WeightsName, *, draw_number: int, lr: float, control: ControlState
+    ) -> None:
         """Write a checkpoint after the step that made `name` was acked, then remove old ones.
 
         Raises:
@@ -151,6 +158,7 @@ class Checkpointer:
                 draw_number=draw_number,
             ),
             config=self._fixed,
+            control=control,
         )
         try:
             self._files.write(

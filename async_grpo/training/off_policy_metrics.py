@@ -4,8 +4,8 @@ Raw ratios and bounded weights, all tokens and those that masks left, are told a
 """
 
 import dataclasses
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from async_grpo.algorithms import diagnostics
@@ -55,7 +55,7 @@ def _under(bucket: str, values: dict[str, float]) -> dict[str, float]:
 
 def chosen(facts: TokenFacts, mask: Tensor) -> TokenFacts:
     """The tokens where `mask` [B] is True, as facts of their own."""
-    picked = {
+    picked: dict[str, Any] = {
         field.name: value[mask]
         for field in dataclasses.fields(facts)
         if isinstance(value := getattr(facts, field.name), Tensor)
@@ -179,12 +179,13 @@ def engine_mismatch(behavior_logprobs: Tensor, policy_logprobs: Tensor) -> dict[
     }
 
 
-@torch.no_grad()
-def ess_by_lag(facts: TokenFacts, staleness: Tensor) -> dict[int, tuple[int, float]]:
-    """Staleness -> (tokens, effective sample size of raw token weights); for the controller."""
+def ess_of_each(
+    behavior_logprobs: Tensor, policy_logprobs: Tensor, staleness: Tensor
+) -> dict[int, tuple[int, float]]:
+    """Staleness -> (tokens, effective sample size of their raw weights, as a fraction)."""
     found = {}
-    for lag in staleness.unique().tolist():
+    for lag in sorted(set(staleness.tolist())):
         mask = staleness == lag
-        gap = diagnostics.divergence(facts.behavior_logprobs[mask], facts.proximal_logprobs[mask])
-        found[int(lag)] = (int(mask.sum()), gap["ess"])
+        gap = diagnostics.divergence(behavior_logprobs[mask], policy_logprobs[mask])
+        found[lag] = (int(mask.sum()), gap["ess"])
     return found

@@ -114,6 +114,7 @@ class TrainStep:
         train_version: int,
         *,
         weights: Sequence[float] | None = None,
+        lr_scale: float = 1.0,
     ) -> StepOutcome:
         """One or more optimizer updates on `groups`.
 
@@ -121,6 +122,7 @@ class TrainStep:
             groups: what one draw returned.
             train_version: version of the weights now; the step makes it train_version + 1.
             weights: of each group's loss, scaled here to a mean of 1; None: all the same.
+            lr_scale: factor of the scheduled learning rate.
 
         Raises:
             NumericsError: a reward, the loss or the gradient norm is not finite; the update was
@@ -150,7 +152,7 @@ class TrainStep:
         )
         for number, part in enumerate(updates):
             update = train_version * self._trainer.updates_per_step + number
-            outcome.lr = learning_rate(self._trainer, update, self._num_updates)
+            outcome.lr = lr_scale * learning_rate(self._trainer, update, self._num_updates)
             loss = self._accumulate(part, batch)
             grad_norm = self.optimizer.clip()
             self._require_finite(loss, grad_norm, train_version, groups)

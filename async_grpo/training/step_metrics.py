@@ -15,11 +15,12 @@ from async_grpo.replay_parts import GeneratedStats
 from async_grpo.training.off_policy_metrics import (
     by_staleness,
     engine_mismatch,
+    ess_of_each,
     off_policy_metrics,
 )
 from async_grpo.training.step import StepOutcome
 from async_grpo.training.token_facts import TokenFacts
-from async_grpo.types import DropReason, FinishReason, RolloutGroup
+from async_grpo.types import DropReason, FinishReason, ReissueReason, RolloutGroup
 
 
 def group_metrics(
@@ -59,6 +60,8 @@ def group_metrics(
     for reason in DropReason:
         values[f"dropped/{reason.value}_groups"] = generated.dropped.get(reason, 0)
         values[f"dropped/{reason.value}_tokens"] = generated.dropped_tokens.get(reason, 0)
+    for wasted in (ReissueReason.REQUEUED, ReissueReason.SUPERSEDED, ReissueReason.LOST):
+        values[f"reissued/{wasted.value}_tokens"] = generated.reissued_tokens.get(wasted, 0)
     return values
 
 
@@ -69,10 +72,9 @@ def token_metrics(
     algorithm: AlgorithmSection,
 ) -> dict[str, float]:
     """Staleness, ratios, clips, divergences, entropy: over trained tokens."""
-    facts, sequences = outcome.tokens, outcome.sequences
-    versions = np.concatenate([s.versions[s.trained] for s in sequences])
-    staleness = torch.from_numpy(train_version - versions).to(facts.entropy.device)
-    num_trained = len(versions)
+    facts = outcome.tokens
+    staleness = _token_staleness(outcome, train_version)
+    num_trained = len(staleness)
     num_sampled = sum(group.num_tokens for group in groups)
     values = {
         "tokens/trained": num_trained,
@@ -92,6 +94,29 @@ def token_metrics(
     if interpolated:
         values["proximal/interpolation_error"] = _interpolation_error(facts)
     return values
+
+
+def _token_staleness(outcome: StepOutcome, train_version: int) -> Tensor:
+    """[B] int64, of the trained tokens."""
+    versions = np.concatenate([s.versions[s.trained] for s in outcome.sequences])
+    return torch.from_numpy(train_version - versions).to(outcome.tokens.entropy.device)
+
+
+def ess_by_lag(
+    outcome: StepOutcome, train_version: int, algorithm: AlgorithmSection
+) -> dict[int, tuple[int, float]]:
+    """Staleness -> (trained tokens, ESS of their raw weights as a fraction), for the controller.
+
+    Against the policy that the step started from: where the proximal one is interpolated, it is
+    known on the tokens of the first update.
+    """
+    facts, staleness = outcome.tokens, _token_staleness(outcome, train_version)
+    if algorithm.proximal is not Proximal.interpolate:
+        return ess_of_each(facts.behavior_logprobs, facts.proximal_logprobs, staleness)
+    first = slice(facts.num_first_update)
+    return ess_of_each(
+        facts.behavior_logprobs[first], facts.policy_logprobs[first], staleness[first]
+    )
 
 
 def _staleness_metrics(

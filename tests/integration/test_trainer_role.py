@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from async_grpo.config.alarms import AlarmAction, AlarmsSection
 from async_grpo.config.policy import PolicySection
 from async_grpo.config.run_directory import RunDirectory
-from async_grpo.errors import ConfigError, PeerLost
+from async_grpo.config.staleness import StalenessSection
+from async_grpo.errors import ConfigError, NumericsError, PeerLost
 from async_grpo.replay.server import ReplayServer
 from async_grpo.roles import trainer
 from async_grpo.training.feed import LoopThread
@@ -146,3 +148,53 @@ def test_sigterm_ends_after_the_step_and_leaves_cleanly(config, loop, box):
 
 def config_root(config):
     return Path(config.run.output_dir)
+
+
+def test_an_alarm_stops_the_run_after_a_checkpoint_and_another_trainer_goes_on(config, loop, box):
+    there = loop.call(serve(config, box, group_for))
+    alarms = AlarmsSection(patience=3, entropy_min=100.0, entropy_action=AlarmAction.stop)
+    with pytest.raises(NumericsError, match=r"stopped after 3 train steps by ALARM entropy: ") as e:
+        trainer.main(replace(there, alarms=alarms))
+    assert e.value.exit_code == 4
+    assert "--resume goes on from it" in str(e.value)
+    directory = RunDirectory(config_root(config))
+    assert directory.checkpoints_by_age() == [(1, 3)]
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    assert [line["alarm/entropy"] for line in lines] == [0, 0, 1]
+    assert lines[-1]["alarm/entropy_raised"] == 1
+
+    with pytest.raises(NumericsError, match="stopped after 6 train steps"):  # again, once more
+        trainer.main(replace(there, alarms=alarms))
+    trainer.main(there)  # with an alarm that only warns, to the end
+    assert directory.final_model.exists()
+    last = json.loads(directory.metrics.read_text().splitlines()[-1])
+    assert last["policy_version"] == there.run.num_train_steps
+    assert last["alarm/entropy_raised"] == 2  # counted through the restarts
+
+
+def test_an_alarm_shrinks_the_depth_at_the_server_and_scales_the_learning_rate(config, loop, box):
+    config = replace(
+        config,
+        run=replace(config.run, num_train_steps=6),
+        staleness=StalenessSection(max_staleness=4, pipeline_depth=2),
+        alarms=AlarmsSection(
+            patience=2,
+            entropy_min=100.0,
+            entropy_action=AlarmAction.shrink_depth,
+            zero_variance_max=None,
+            masked_fraction_max=None,
+            k3_max=1e-9,
+            k3_action=AlarmAction.scale_lr,
+            lr_factor=0.25,
+        ),
+    )
+    there = loop.call(serve(config, box, group_for))
+    trainer.main(there)
+    directory = RunDirectory(config_root(config))
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    assert [line["pacing/pipeline_depth"] for line in lines] == [2, 1, 1, 1, 1, 1]
+    assert [line["lr"] for line in lines] == [1e-6] * 2 + [0.25e-6] * 4
+    assert lines[1]["lr_scale"] == 0.25
+    ledger = [json.loads(line) for line in directory.ledger.read_text().splitlines()]
+    changes = [line for line in ledger if line["type"] == "DepthSet"]
+    assert [(line["depth"], line["reason"]) for line in changes] == [(1, "alarm entropy")]

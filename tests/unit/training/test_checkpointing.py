@@ -13,6 +13,7 @@ from async_grpo.errors import AsyncGrpoError, ConfigError, PeerError, RemoteErro
 from async_grpo.replay_api.base import ErrorCode
 from async_grpo.training.checkpoint_files import LATEST
 from async_grpo.training.checkpointing import INITIAL, Checkpointer
+from async_grpo.training.control import ControlState
 from async_grpo.training.step import TrainStep
 from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.types import WeightsName
@@ -64,7 +65,7 @@ class World:
     def write(self, *names: tuple[int, int], keep: int = 9) -> None:
         trainer = self.trainer(f"trainer.keep_checkpoints={keep}")
         for name in names:
-            trainer.save(WeightsName(*name), draw_number=1, lr=0.1)
+            trainer.save(WeightsName(*name), draw_number=1, lr=0.1, control=ControlState())
         self.replay.calls.clear()
 
     def damage(self, name: str, file: str = "model.safetensors") -> None:
@@ -156,7 +157,7 @@ def test_another_configuration_is_refused_before_the_run_is_touched(world: World
 def test_steps_are_settled_once_two_checkpoints_are_kept(world: World) -> None:
     trainer = world.trainer()
     for version in (3, 6, 9):
-        trainer.save(WeightsName(1, version), draw_number=version, lr=0.1)
+        trainer.save(WeightsName(1, version), draw_number=version, lr=0.1, control=ControlState())
     # Each save first makes sure that this is still the run's trainer.
     settled = [version for kind, version in world.replay.calls if kind == "settle"]
     assert settled == [0, 0, 3, 3, 6]
@@ -166,10 +167,10 @@ def test_steps_are_settled_once_two_checkpoints_are_kept(world: World) -> None:
 
 def test_a_trainer_that_lost_the_run_moves_no_pointer(world: World) -> None:
     trainer = world.trainer()
-    trainer.save(WeightsName(1, 3), draw_number=1, lr=0.1)
+    trainer.save(WeightsName(1, 3), draw_number=1, lr=0.1, control=ControlState())
     world.replay.fenced = True
     with pytest.raises(RemoteError, match="taken over"):
-        trainer.save(WeightsName(1, 6), draw_number=2, lr=0.1)
+        trainer.save(WeightsName(1, 6), draw_number=2, lr=0.1, control=ControlState())
     assert (world.directory.checkpoints / LATEST).read_text() == "1.3\n"
 
 
@@ -191,4 +192,4 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_that_says_so(world: Wor
     world.directory.root.mkdir()
     world.directory.checkpoints.write_text("a file in its place")
     with pytest.raises(AsyncGrpoError, match=r"checkpoint 1\.3 cannot be written"):
-        world.trainer().save(WeightsName(1, 3), draw_number=1, lr=0.1)
+        world.trainer().save(WeightsName(1, 3), draw_number=1, lr=0.1, control=ControlState())

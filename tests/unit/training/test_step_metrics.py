@@ -8,9 +8,9 @@ from async_grpo.config.algorithm import AlgorithmSection
 from async_grpo.config.trainer import TrainerSection
 from async_grpo.metrics.registry import METRICS, checked
 from async_grpo.replay_parts import GeneratedStats
-from async_grpo.training.off_policy_metrics import by_staleness, engine_mismatch, ess_by_lag
+from async_grpo.training.off_policy_metrics import by_staleness, engine_mismatch
 from async_grpo.training.step import TrainStep
-from async_grpo.training.step_metrics import group_metrics, token_metrics
+from async_grpo.training.step_metrics import ess_by_lag, group_metrics, token_metrics
 from async_grpo.types import DropReason, Segment, WeightsName
 from tests.fakes.tiny_policy import random_groups, tiny_policy
 
@@ -176,7 +176,7 @@ def test_engine_mismatch_of_known_gaps():
 
 def test_ess_by_lag_is_of_raw_weights(stepped):
     outcome, values = stepped
-    found = ess_by_lag(outcome.tokens, torch.tensor([0] * 4 + [2] * 4 + [2] + [1] * 3))
+    found = ess_by_lag(outcome, 5, AlgorithmSection())
     assert {lag: count for lag, (count, _) in found.items()} == {0: 4, 1: 3, 2: 5}
     for lag, (_, ess) in found.items():
         assert ess == pytest.approx(values[f"by_staleness/{lag}/ess/raw"])
