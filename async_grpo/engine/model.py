@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from async_grpo.config.schema import Config
 from async_grpo.engine.admission import Limits
 from async_grpo.errors import ConfigError
+from async_grpo.weights.pretrained import load_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +39,11 @@ def load_model(config: Config) -> LoadedModel:
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
     path = config.policy.model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    module = load_pretrained(path, getattr(torch, config.policy.dtype.value))
     try:
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, config.policy.dtype.value)
-        )
         eos_token_ids = _eos_token_ids(module, path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"policy.model: cannot load {path!r}: {error}") from error
+        raise ConfigError(f"policy.model: no tokenizer of {path!r}: {error}") from error
     module = module.to(device).eval().requires_grad_(False)
     text_config = module.config.get_text_config()
     return LoadedModel(

@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from async_grpo.config.policy import PolicySection
 from async_grpo.errors import ConfigError
 from async_grpo.training.logprobs import chosen_logprobs
+from async_grpo.weights.pretrained import load_pretrained
 
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "generation_config.json",
-)  # fmt: skip
-_DROPOUTS = (
-    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
 )  # fmt: skip
 
 
@@ -122,20 +120,8 @@ def load_policy(
     Raises:
         ConfigError: the model cannot be loaded, or its head is not a plain linear layer.
     """
-    try:
-        config = AutoConfig.from_pretrained(policy.model)
-        for name in _DROPOUTS:
-            if getattr(config, name, 0):
-                logger.warning("policy.model: %s=%s is set to 0", name, getattr(config, name))
-                setattr(config, name, 0.0)
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            policy.model,
-            config=config,
-            dtype=getattr(torch, policy.dtype.value),
-            attn_implementation="sdpa",
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"policy.model: cannot load {policy.model!r}: {error}") from error
+    dtype: torch.dtype = getattr(torch, policy.dtype.value)
+    module = load_pretrained(policy.model, dtype, attn_implementation="sdpa")
     module.to(device)
     module.train(trainable)
     module.requires_grad_(trainable)
