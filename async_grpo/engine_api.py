@@ -150,6 +150,9 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     max_running_requests: int | None = None
     context_length: int | None = None
     dtype: str = "auto"
+    disable_overlap_schedule: bool = True
+    """SGLang's own default is false; the embedded engine, which does not compute ahead, says
+    nothing"""
     enable_deterministic_inference: bool = False
     """requests without a seed then all have the same one"""
     engine: str = "sglang"
@@ -291,20 +294,11 @@ class RankChecksums(msgspec.Struct, kw_only=True):
     """by the server's own names of its tensors, which fuse some of Hugging Face's"""
 
 
-class RankChecksums(msgspec.Struct, kw_only=True):
-    """Of one rank of a server."""
-
-    checksums: dict[str, str] = {}
-    """by the server's own names of its tensors, which fuse some of Hugging Face's"""
-
-
 class WeightsCheckerReply(msgspec.Struct, kw_only=True):
     """Reply of /weights_checker: compare `per_engine_checksum` between engines of one kind."""
 
     success: bool = True
     message: str = ""
     per_engine_checksum: str | None = None
-    ranks: list[RankChecksums] = []
-    """the embedded engine lists none: it refuses tensors that it does not know"""
     ranks: list[RankChecksums] = []
     """the embedded engine lists none: it refuses tensors that it does not know"""

@@ -41,7 +41,11 @@ NOTHING = Part([], [], [], None)
 
 
 def part_from_reply(
-    reply: GenerateReply, *, prompt_weights: WeightsName, keeps_kv: KeepsKv
+    reply: GenerateReply,
+    *,
+    prompt_weights: WeightsName,
+    keeps_kv: KeepsKv,
+    num_late_tokens: int = 0,
 ) -> Part:
     """The tokens in `reply`.
 
@@ -49,6 +53,8 @@ def part_from_reply(
         reply: of a request with `return_logprob`.
         prompt_weights: the engine's weights when the request was sent.
         keeps_kv: of the engine.
+        num_late_tokens: of the engine: tokens which the weights before had sampled, and which it
+            counts to those of an update that kept KV.
 
     Raises:
         UnknownWeights: a span names no weights of ours.
@@ -65,7 +71,7 @@ def part_from_reply(
     return Part(
         token_ids=reply.output_ids,
         logprobs=logprobs,
-        segments=_segments(meta, num_tokens, prompt_weights, keeps_kv)
+        segments=_segments(meta, num_tokens, prompt_weights, keeps_kv, num_late_tokens)
         if meta.weight_versions
         else [_segment_without_spans(meta, num_tokens, prompt_weights)],
         finish_reason=None if kind == "abort" else FinishReason(kind),
@@ -146,12 +152,13 @@ def _segments(
     num_tokens: int,
     prompt_weights: WeightsName,
     keeps_kv: KeepsKv,
+    num_late_tokens: int,
 ) -> list[Segment]:
     """Spans as segments; `kv_mixed` where the prefix may hold KV entries of other weights.
 
     The newest update decides: either it left KV as it was, or all of it was computed afresh.
     """
-    segments: list[Segment] = []
+    starts: list[tuple[int, WeightsName, bool]] = []
     position = num_recomputed = 0
     weights_before, kv_mixed = prompt_weights, False
     for span in meta.weight_versions:
@@ -159,16 +166,24 @@ def _segments(
             raise _refused(
                 meta.id, f"weight span [{span.start}, {span.end}) after {position} tokens"
             )
-        weights = _weights(meta, span.version)
+        weights, start = _weights(meta, span.version), position
         if weights != weights_before:
             kv_mixed = keeps_kv(weights)
             num_recomputed += position > 0 and not kv_mixed
-        segments.append(
-            Segment(weights=weights, num_tokens=span.end - span.start, kv_mixed=kv_mixed)
-        )
+            start += num_late_tokens if kv_mixed else 0
+        starts.append((start, weights, kv_mixed))
         weights_before, position = weights, span.end
     if position != num_tokens:
         raise _refused(meta.id, f"weight spans cover {position} of {num_tokens} tokens")
+    if starts[0][0]:
+        # sent before an update, begun in its course: which weights sampled the head is not known
+        starts.insert(0, (0, prompt_weights, True))
+    ends = [start for start, *_ in starts[1:]] + [num_tokens]
+    segments = [
+        Segment(weights=weights, num_tokens=min(end, num_tokens) - start, kv_mixed=kv_mixed)
+        for (start, weights, kv_mixed), end in zip(starts, ends, strict=True)
+        if start < min(end, num_tokens)
+    ]
     if num_recomputed > meta.num_retractions:
         # the engine did not do as it was told, so nothing after the first switch is sure
         segments[1:] = [

@@ -103,6 +103,15 @@ class Engine:
             self._ready = ready
             self._on_change()
 
+    @property
+    def num_late_tokens(self) -> int:
+        """Tokens at the head of a span that an in-place update opened, but sampled before it.
+
+        Where the scheduler computes one step ahead, a token is under way when the pause comes, and
+        counted when decoding goes on. (In the other modes SGLang counts it before.)
+        """
+        return 0 if self.info.disable_overlap_schedule else 1
+
     def begin_update(self) -> None:
         """No more requests until `commit` or `keep_weights`."""
         self._updating = True

@@ -223,7 +223,12 @@ class Sampler:
                 retryable=False,
             )
         try:
-            return part_from_reply(reply, prompt_weights=weights, keeps_kv=engine.keeps_kv)
+            return part_from_reply(
+                reply,
+                prompt_weights=weights,
+                keeps_kv=engine.keeps_kv,
+                num_late_tokens=engine.num_late_tokens,
+            )
         except UnknownWeights as error:
             engine.condemn(f"it lost its weights: {error}")
             raise

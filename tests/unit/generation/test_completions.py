@@ -29,13 +29,18 @@ def reply(ids=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), spans=(("1.3", 0, 3),), **
     return GenerateReply(output_ids=list(ids), meta_info=MetaInfo(**(values | meta)))
 
 
-def part(answer, kept=()):
+def part(answer, kept=(), num_late=0):
     """With the weights in `kept` requests went on with the KV they had."""
-    return part_from_reply(answer, prompt_weights=V3, keeps_kv=lambda weights: weights in kept)
+    return part_from_reply(
+        answer,
+        prompt_weights=V3,
+        keeps_kv=lambda weights: weights in kept,
+        num_late_tokens=num_late,
+    )
 
 
-def segments(answer, kept=()):
-    return [(s.weights, s.num_tokens, s.kv_mixed) for s in part(answer, kept).segments]
+def segments(answer, kept=(), num_late=0):
+    return [(s.weights, s.num_tokens, s.kv_mixed) for s in part(answer, kept, num_late).segments]
 
 
 def test_a_plain_reply():
@@ -77,6 +82,29 @@ def test_an_aborted_reply_keeps_what_it_has():
 )
 def test_kv_is_mixed_where_the_newest_update_kept_it(spans, kept, expected):
     assert segments(reply(spans=spans, num_retractions=2), kept) == expected
+
+
+@pytest.mark.parametrize(
+    ("spans", "kept", "expected"),
+    [
+        ([("1.3", 0, 3)], {V4}, [(V3, 3, False)]),
+        ([("1.3", 0, 1), ("1.4", 1, 3)], {V4}, [(V3, 2, False), (V4, 1, True)]),
+        # recomputed: the token under way was counted before the switch
+        ([("1.3", 0, 1), ("1.4", 1, 3)], {}, [(V3, 1, False), (V4, 2, False)]),
+        # nothing but the late token came of the new weights
+        ([("1.3", 0, 2), ("1.4", 2, 3)], {V4}, [(V3, 3, False)]),
+        ([("1.3", 0, 1), ("1.4", 1, 2), ("1.5", 2, 3)], {V4}, [(V3, 2, False), (V5, 1, False)]),
+        (
+            [("1.3", 0, 1), ("1.4", 1, 2), ("1.5", 2, 3)],
+            {V4, V5},
+            [(V3, 2, False), (V4, 1, True)],
+        ),
+        # perhaps sampled before the switch: it counts as older, and as mixed
+        ([("1.4", 0, 3)], {V4}, [(V3, 1, True), (V4, 2, True)]),
+    ],
+)
+def test_a_token_under_way_at_an_in_place_update_is_of_the_weights_before(spans, kept, expected):
+    assert segments(reply(spans=spans, num_retractions=2), kept, num_late=1) == expected
 
 
 def test_an_engine_that_did_not_recompute_is_not_believed():
