@@ -48,6 +48,9 @@ StartEngine = Callable[[str], Awaitable[EngineHandle]]
 class OwnedEngine:
     """An engine process that this generator started; it leads a session of its own.
 
+    Attributes:
+        pid: of the process.
+
     Args:
         process: just started.
         url: where it will listen.
@@ -62,6 +65,7 @@ class OwnedEngine:
         self, process: Process, url: str, log: Path, *, log_start: int = 0, held: ExitStack
     ) -> None:
         self._process = process
+        self.pid = process.pid
         self.url = url
         self._log = log
         self._log_start = log_start
@@ -87,7 +91,7 @@ class OwnedEngine:
             async with asyncio.timeout(TERMINATE_S):
                 await self._process.wait()
         except TimeoutError:
-            logger.warning("engine process %d ignores SIGTERM; killing it", self._process.pid)
+            logger.warning("engine process %d ignores SIGTERM; killing it", self.pid)
         await self.kill()
 
 
