@@ -33,7 +33,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,11 +183,12 @@ class Generator:
             await self._sampler.close()
         return reason
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` beside the rest; its failure ends the generator."""
         task = self._create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _engines(self) -> list[Engine]:
         return [slot.engine for slot in self._slots if slot.engine is not None]
@@ -217,7 +218,10 @@ class Generator:
                 await self._router.room()
                 ticket = await self._replay.claim()
             self._first_ticket.arrived.set()
-            self._spawn(_then(self._runner.start(ticket), limit.release))
+            # a callback, not a coroutine around it: cancelled before it begins, that one would
+            # never await what it was given
+            work = self._spawn(self._runner.start(ticket))
+            work.add_done_callback(lambda _: limit.release())
 
     async def _watch_loop(self) -> None:
         """Orders, cancelled groups and the end of the run."""
@@ -272,13 +276,6 @@ class Generator:
             },
             seconds=self._activity.seconds(),
         )
-
-
-async def _then(work: Awaitable[None], finish: Callable[[], None]) -> None:
-    try:
-        await work
-    finally:
-        finish()
 
 
 def _first_named(errors: BaseExceptionGroup[BaseException]) -> BaseException:
