@@ -1,4 +1,4 @@
-# `make` prints the targets. CI runs `make check` and `make test`, to the letter.
+# `make` prints the targets. CI runs .ci/run: `make check`, `make test`, `make test-sglang`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Further arguments of pip, for instance an index that has a CPU build of torch.
@@ -12,13 +12,16 @@ INSTALL := $(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constra
 CONFIGS := $(wildcard configs/*.yaml)
 QUICKSTART := configs/quickstart.yaml
 QUICKSTART_RUN := runs/quickstart
+# SGLang has an environment of its own: its torchvision would break imports of transformers in ours.
+SGLANG_VENV := .venv-sglang
+SGLANG := $(SGLANG_VENV)/.installed
 
 # One thread per process: several processes share the cores.
 export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart check fix docs test test-e2e simulate clean
+.PHONY: help setup quickstart check fix docs test test-e2e sglang-env test-sglang simulate clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,7 +50,7 @@ check: $(DEV) ## lint, format, types, layers, configurations, generated docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy $(wildcard tools/*.py)
+	$(BIN)/mypy $(wildcard tools/*.py tools/sglang_cpu/*.py)
 	$(BIN)/lint-imports
 	@for config in $(CONFIGS); do \
 	  echo "async-grpo check $$config"; $(BIN)/async-grpo check $$config > /dev/null || exit 1; done
@@ -67,10 +70,21 @@ test: $(DEV) ## all tests: unit, contracts, integration, 5,000 simulated schedul
 test-e2e: $(DEV) ## only the tests that train with real processes
 	$(BIN)/pytest -q -n 2 -m e2e tests/e2e
 
+$(SGLANG): tools/sglang_cpu/requirements.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --requirement $<
+	$(SGLANG_VENV)/bin/python tools/sglang_cpu/install_shims.py
+	@touch $@
+
+sglang-env: $(SGLANG) ## make .venv-sglang, in which a real SGLang serves on a CPU
+
+test-sglang: $(DEV) ## the engine contract and a short run on real SGLang servers (`make sglang-env`)
+	$(BIN)/pytest -q -m sglang tests/contracts/engine tests/sglang
+
 simulate: $(DEV) ## 100,000 simulated schedules of crashes, delays and losses
 	$(BIN)/python -m tests.simulation.run --schedules 100000 --workers 2
 
-clean: ## remove .venv, caches and the quickstart run
-	rm -rf $(VENV) $(QUICKSTART_RUN) build dist *.egg-info
+clean: ## remove both environments, caches and the quickstart run
+	rm -rf $(VENV) $(SGLANG_VENV) $(QUICKSTART_RUN) build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -124,9 +124,9 @@ class RequestTable:
         if rid in self._rids:
             raise RequestRefused(f"request id {rid!r} is in use")
         params = request.sampling_params
-        eos = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            eos |= frozenset(self._model.eos_token_ids)
+        eos: frozenset[int] = frozenset()
+        if not params.ignore_eos:  # SGLang then ignores stop_token_ids too
+            eos = frozenset(self._model.eos_token_ids).union(params.stop_token_ids or ())
         pending = Pending(key, request, eos, asyncio.get_running_loop().create_future())
         self._pending[key] = self._rids[rid] = pending
         return pending

@@ -1,12 +1,10 @@
-"""Backends of the engine contract: the fake, the embedded engine, and a running server by URL.
+"""Backends of the engine contract: the fake, the embedded engine, and real SGLang servers.
 
-Set ASYNC_GRPO_ENGINE_URL (and ASYNC_GRPO_ENGINE_MODEL, its model directory, float32) to run the
-suite against a real SGLang server as well; its weights are changed.
+The real ones, with one rank and with two, take part in `make test-sglang`.
 """
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -19,9 +17,12 @@ import aiohttp
 import pytest
 import torch
 import yaml
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from async_grpo.config.engine_keys import EngineKeys
 from tests.fakes.fake_engine import EOS, FakeEngine
+from tests.sglang.real_server import NO_KEYS, RealServer
 
 if TYPE_CHECKING:
     from tests.contracts.engine.update_tools import Sender
@@ -29,9 +30,14 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 50
 CONTEXT_LENGTH = 4096
 REPOSITORY = Path(__file__).parents[3]
-BACKENDS = ["fake", "embedded"]
-if os.environ.get("ASYNC_GRPO_ENGINE_URL"):
-    BACKENDS.append("server")
+REAL_MARKS = [pytest.mark.sglang, pytest.mark.timeout(420)]
+"""The first test waits for two servers to start."""
+BACKENDS = [
+    "fake",
+    "embedded",
+    pytest.param("sglang", marks=REAL_MARKS),
+    pytest.param("sglang-tp2", marks=REAL_MARKS),
+]
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,6 @@ class Traits:
     """Log-probs come from a model, and updates from a collective."""
     begin_waits: bool = False
     """An update that begins unpaused waits for running requests. (Ours stops decoding.)"""
-    metrics: bool = True
-    """/metrics is served. (SGLang needs --enable-metrics.)"""
     refuses_unknown_tensors: bool = True
     """SGLang answers 200 and silently ignores a tensor it does not know."""
     update_is_atomic: bool = True
@@ -52,6 +56,25 @@ class Traits:
     """SGLang's scheduler dies of a token id beyond the vocabulary."""
     truncated_sampling_refused: bool = True
     """top_p, top_k, min_p, n other than the full single sample are refused."""
+    knows_held_requests: bool = True
+    """A request that came during a pause can be aborted. SGLang holds it at the door, nameless."""
+    load_is_live: bool = True
+    """/v1/loads while paused is of that moment. SGLang's is of the last step before."""
+    late_tokens: int = 0
+    """Tokens at the head of a span that `in_place` opened which the weights before had sampled.
+    SGLang's scheduler computes one step ahead, and counts the pending token when it goes on."""
+
+
+REAL_TRAITS = Traits(
+    begin_waits=True,
+    refuses_unknown_tensors=False,
+    update_is_atomic=False,
+    validates_ids=False,
+    truncated_sampling_refused=False,
+    knows_held_requests=False,
+    load_is_live=False,
+    late_tokens=1,
+)
 
 
 @dataclass
@@ -61,16 +84,24 @@ class Subject:
     url: str
     traits: Traits
     http: aiohttp.ClientSession
+    keys: EngineKeys = NO_KEYS
     model_path: Path | None = None
+    tp_size: int = 1
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    def request(self, method: str, path: str, **how: Any) -> Any:
+        """One call with the key that it needs; a context manager."""
+        key = self.keys.for_path(path.partition("?")[0])
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return self.http.request(method, self.url + path, headers=headers, **how)
 
     async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
         """(status, JSON or text)."""
-        async with self.http.post(self.url + path, json={} if body is None else body) as reply:
+        async with self.request("POST", path, json={} if body is None else body) as reply:
             return reply.status, _content(await reply.text())
 
     async def get(self, path: str) -> tuple[int, Any]:
-        async with self.http.get(self.url + path) as reply:
+        async with self.request("GET", path) as reply:
             return reply.status, _content(await reply.text())
 
     async def generate(self, num_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -147,6 +178,14 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
     return model.eval().requires_grad_(False)
 
 
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One word for each id, for servers that want a tokenizer beside the model."""
+    words = {"<pad>": 0, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
 def serve(config: Path, *overrides: str) -> tuple[subprocess.Popen[str], str]:
     """A process that runs `engine.server.main`; (process, URL)."""
     script = (
@@ -208,40 +247,40 @@ async def _fake_url() -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _subject(url: str, traits: Traits, model_path: Path | None) -> AsyncIterator[Subject]:
+async def _subject(url: str, traits: Traits, **about: Any) -> AsyncIterator[Subject]:
     timeout = aiohttp.ClientTimeout(total=40)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        subject = Subject(url, traits, http, model_path)
+        subject = Subject(url, traits, http, **about)
         yield subject
+        await subject.post("/pause_generation", {"mode": "in_place"})  # else `end` may wait
         await subject.post("/end_weight_update")
         await subject.post("/abort_request", {"abort_all": True})
         await subject.post("/continue_generation")
         await asyncio.gather(*subject.tasks, return_exceptions=True)
 
 
+@asynccontextmanager
+async def real_subject(server: RealServer) -> AsyncIterator[Subject]:
+    """A real SGLang server under test."""
+    about = {"keys": server.keys, "model_path": server.model, "tp_size": server.tp_size}
+    async with _subject(server.url, REAL_TRAITS, **about) as subject:
+        yield subject
+
+
 @pytest.fixture(params=BACKENDS)
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     """Each backend in turn."""
     if request.param == "fake":
-        async with _fake_url() as url, _subject(url, Traits(real_weights=False), None) as subject:
+        async with _fake_url() as url, _subject(url, Traits(real_weights=False)) as subject:
             yield subject
     elif request.param == "embedded":
         config: Path = request.getfixturevalue("config_path")
         url = request.getfixturevalue("embedded_url")
-        async with _subject(url, Traits(), config.parent / "model") as subject:
+        async with _subject(url, Traits(), model_path=config.parent / "model") as subject:
             yield subject
     else:
-        traits = Traits(
-            begin_waits=True,
-            metrics=False,
-            refuses_unknown_tensors=False,
-            update_is_atomic=False,
-            validates_ids=False,
-            truncated_sampling_refused=False,
-        )
-        url = os.environ["ASYNC_GRPO_ENGINE_URL"]
-        model = Path(os.environ["ASYNC_GRPO_ENGINE_MODEL"])
-        async with _subject(url, traits, model) as subject:
+        servers: dict[str, RealServer] = request.getfixturevalue("real_servers")
+        async with real_subject(servers[request.param]) as subject:
             yield subject
 
 

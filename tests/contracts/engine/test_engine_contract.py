@@ -54,10 +54,16 @@ async def test_one_version_covers_a_quiet_completion(engine: Subject) -> None:
 
 async def test_the_stop_token_is_part_of_the_output(engine: Subject) -> None:
     every_token = list(range(VOCAB_SIZE))
-    reply = await engine.generate(20, sampling={"stop_token_ids": every_token})
+    sampling = {"stop_token_ids": every_token, "ignore_eos": False}
+    reply = await engine.generate(20, sampling=sampling)
     assert len(reply["output_ids"]) == 1 == len(logprobs_of(reply))
     assert reply["meta_info"]["finish_reason"]["type"] == "stop"
     assert reply["meta_info"]["finish_reason"]["matched"] == reply["output_ids"][0]
+
+
+async def test_ignoring_eos_ignores_stop_tokens_too(engine: Subject) -> None:
+    reply = await engine.generate(5, sampling={"stop_token_ids": list(range(VOCAB_SIZE))})
+    assert len(reply["output_ids"]) == 5
 
 
 async def test_eos_ends_unless_ignored(engine: Subject) -> None:
@@ -128,7 +134,16 @@ async def test_ids_outside_the_vocabulary_are_refused(engine: Subject, token: in
 
 @pytest.mark.parametrize(
     "sampling",
-    [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 2}, {"temperature": 0.0}],
+    [
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"n": 2},
+        {"temperature": 0.0},
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+    ],
     ids=str,
 )
 async def test_truncated_sampling_is_refused(engine: Subject, sampling: dict[str, Any]) -> None:
@@ -140,7 +155,7 @@ async def test_truncated_sampling_is_refused(engine: Subject, sampling: dict[str
 
 
 async def test_a_body_that_is_no_json_is_refused(engine: Subject) -> None:
-    async with engine.http.post(engine.url + "/generate", data=b"{") as reply:
+    async with engine.request("POST", "/generate", data=b"{") as reply:
         assert 400 <= reply.status < 500
 
 
@@ -176,7 +191,7 @@ async def test_the_checksum_is_stable_and_has_two_methods(engine: Subject) -> No
 
 async def test_an_aborted_request_returns_what_it_has(engine: Subject) -> None:
     running = await engine.start_long("victim")
-    async with engine.http.post(engine.url + "/abort_request", json={"rid": "victim"}) as reply:
+    async with engine.request("POST", "/abort_request", json={"rid": "victim"}) as reply:
         assert reply.status == 200
         assert await reply.read() == b""
     check_partial(await running)
@@ -196,14 +211,25 @@ async def test_abort_all(engine: Subject) -> None:
 async def test_abort_while_paused(engine: Subject) -> None:
     running = await engine.start_long("frozen")
     await engine.post("/pause_generation", {"mode": "in_place"})
-    waiting = asyncio.create_task(engine.generate(5, rid="waiting"))
     assert (await engine.post("/abort_request", {"rid": "frozen"}))[0] == 200
-    async with asyncio.timeout(10):
-        while not waiting.done():  # the first ones may come before the request itself
-            await engine.post("/abort_request", {"rid": "waiting"})
     await engine.post("/continue_generation")
     check_partial(await running)
-    assert (await waiting)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_abort_of_a_request_that_a_pause_holds(engine: Subject) -> None:
+    """A real server does not know it yet; only a lost connection ends it there."""
+    await engine.post("/pause_generation", {"mode": "in_place"})
+    waiting = asyncio.create_task(engine.generate(5, rid="waiting"))
+    if engine.traits.knows_held_requests:
+        async with asyncio.timeout(10):
+            while not waiting.done():  # the first ones may come before the request itself
+                await engine.post("/abort_request", {"rid": "waiting"})
+        assert (await waiting)["meta_info"]["finish_reason"]["type"] == "abort"
+    else:
+        await engine.post("/abort_request", {"rid": "waiting"})
+        waiting.cancel()
+    await engine.post("/continue_generation")
+    await until_idle(engine)
 
 
 async def test_a_lost_client_aborts_its_request(engine: Subject) -> None:

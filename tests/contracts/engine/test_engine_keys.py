@@ -13,8 +13,9 @@ from async_grpo.engine import server
 from async_grpo.engine.model import load_model
 from async_grpo.engine_api import ADMIN_PATHS
 from async_grpo.engine_api import Path as Route
-from tests.contracts.engine.conftest import body_of
+from tests.contracts.engine.conftest import body_of, real_subject
 from tests.fakes.fake_engine import FakeEngine
+from tests.sglang.real_server import RealServer
 
 pytestmark = pytest.mark.timeout(180)  # loads a model on a busy machine
 
@@ -74,6 +75,32 @@ async def test_the_api_key_and_no_other_opens_normal_calls(method, path):
 async def test_control_calls_take_the_admin_key_where_there_is_one(method, path):
     assert await opened_by(EngineKeys(API, ADMIN), method, path) == {"admin"}
     assert await opened_by(EngineKeys(api=API), method, path) == {"api"}
+
+
+def real_keys(server: RealServer) -> dict[str, str | None]:
+    tried = {"none": None, "api": server.keys.api, "admin": server.keys.admin, "wrong": "wrong"}
+    return {name: key for name, key in tried.items() if key != ""}
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("name", ["sglang", "sglang-tp2"])
+async def test_a_real_server_asks_for_the_same_keys(real_servers: dict[str, RealServer], name: str):
+    """With both keys, and with the API key alone."""
+    server = real_servers[name]
+    async with real_subject(server):  # ends what the calls below begin
+        for method, path in [*OPEN, *NORMAL, *CONTROL]:
+            opens = {
+                label
+                for label, key in real_keys(server).items()
+                if await status(server.url, method, path, key) != 401
+            }
+            needed = server.keys.for_path(path)
+            expected = {label for label, key in real_keys(server).items() if key == needed}
+            assert opens == (expected if needed else set(real_keys(server))), path
+            if path in (Route.PAUSE, Route.BEGIN_UPDATE):
+                await status(server.url, "POST", Route.CONTINUE, needed)
+                await status(server.url, "POST", Route.END_UPDATE, needed)
 
 
 async def test_another_scheme_is_refused():

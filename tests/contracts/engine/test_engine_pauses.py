@@ -45,6 +45,14 @@ async def load_of(engine: Subject) -> dict[str, Any]:
     return load
 
 
+async def until_load(engine: Subject, *, running: int) -> dict[str, Any]:
+    """The load once so many requests run: it lags by some steps."""
+    async with asyncio.timeout(20):
+        while (load := await load_of(engine))["num_running_reqs"] != running:
+            pass
+        return load
+
+
 @pytest.mark.parametrize("body", [{"mode": "abort"}, {}], ids=["abort", "default"])
 async def test_abort_returns_what_there_is_and_holds_what_comes(
     engine: Subject, body: dict[str, str]
@@ -69,9 +77,10 @@ async def test_retract_frees_the_kv_and_loses_no_token(engine: Subject) -> None:
     before = await load_of(engine)
     assert before["token_usage"] > 0
     assert (await engine.post("/pause_generation", {"mode": "retract"}))[0] == 200
-    during = await load_of(engine)
-    assert during["num_running_reqs"] == 0
-    assert during["num_waiting_reqs"] == before["num_running_reqs"] + before["num_waiting_reqs"]
+    if engine.traits.load_is_live:
+        during = await load_of(engine)
+        assert during["num_running_reqs"] == 0
+        assert during["num_waiting_reqs"] == before["num_running_reqs"] + before["num_waiting_reqs"]
     assert (await engine.post("/flush_cache"))[0] == 200
     assert not any(task.done() for task in [*running, quiet])
     assert (await engine.post("/continue_generation"))[0] == 200
@@ -112,18 +121,15 @@ async def test_only_a_pause_that_keeps_the_kv_forbids_a_flush(engine: Subject) -
 
 async def test_loads_of_an_idle_and_a_busy_engine(engine: Subject) -> None:
     await until_idle(engine)
-    idle = await load_of(engine)
-    assert (idle["num_running_reqs"], idle["num_waiting_reqs"], idle["token_usage"]) == (0, 0, 0)
+    idle = await until_load(engine, running=0)
+    assert (idle["num_waiting_reqs"], idle["token_usage"]) == (0, 0)
     assert idle["max_total_num_tokens"] > 0
     await engine.start_long("busy")
-    busy = await load_of(engine)
-    assert busy["num_running_reqs"] == 1
+    busy = await until_load(engine, running=1)
     assert 0 < busy["token_usage"] <= 1
 
 
 async def test_metrics_are_prometheus_text(engine: Subject) -> None:
-    if not engine.traits.metrics:
-        pytest.skip("this server may have been started without them")
     await engine.start_long("counted")
     status, text = await engine.get("/metrics")
     assert status == 200
@@ -133,7 +139,7 @@ async def test_metrics_are_prometheus_text(engine: Subject) -> None:
         if not line.startswith("#")
     }
     assert values["sglang:num_running_reqs"] == 1
-    assert 0 < values["sglang:token_usage"] <= 1
+    assert 0 <= values["sglang:token_usage"] <= 1  # rounded to hundredths by the real one
     aborted = values["sglang:num_aborted_requests_total"]
     await engine.post("/abort_request", {"abort_all": True})
     text = (await engine.get("/metrics"))[1]
