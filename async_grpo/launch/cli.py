@@ -99,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     trainer.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks; 1 for now")
     configured("engine", _engine, "the embedded engine alone")
     configured("check", _check, "the resolved configuration and what follows from it")
+    doctor = configured("doctor", _doctor, "live self-tests of the policy and its engines")
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
     configured("prepare", _prepare, "make the initial model if policy.maker names how")
     audit = commands.add_parser("audit", help="prove a run's accounting from its witnesses")
     audit.add_argument("run_dir", metavar="RUN_DIR", type=Path)
@@ -186,6 +188,23 @@ def _check(args: argparse.Namespace) -> ExitCode:
 
     print(describe(config), end="")
     return ExitCode.OK
+
+
+def _doctor(args: argparse.Namespace) -> ExitCode:
+    config = _load(args)
+    from async_grpo.launch.alone import require_model
+    from async_grpo.launch.prepare import needs_preparation, prepare
+
+    _set_up_logging(logging.ERROR)
+    if needs_preparation(config):
+        print("making the initial model (policy.maker)", file=sys.stderr)
+        prepare(config)
+    require_model(config, tokenizer=False)
+    from async_grpo.doctor.runner import run_doctor
+
+    report = run_doctor(config, [args.config, *args.overrides])
+    print(json.dumps(report.to_json()) if args.json else report.to_text())
+    return report.exit_code
 
 
 def _prepare(args: argparse.Namespace) -> ExitCode:

@@ -71,8 +71,9 @@ def packing_leak(model: PolicyModel, seed: int = 0) -> float:
     )
     if torch.equal(before[0, :9], after[0, :9]):
         raise ConfigError("policy.model: hidden states do not depend on the input")
-    leak = (before[0, 9:] - after[0, 9:]).abs().max()
-    return (leak / before.abs().max()).item()
+    leak: float = (before[0, 9:] - after[0, 9:]).abs().max().item()
+    scale: float = before.abs().max().item()
+    return leak / scale
 
 
 @torch.no_grad()
@@ -86,7 +87,8 @@ def head_gap(model: PolicyModel, seed: int = 0) -> float:
     output = model.module(input_ids=ids[None, :-1], use_cache=False)
     logits = output.logits[0].to(model.accumulation_dtype)
     theirs = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
-    return (ours - theirs).abs().max().item()
+    gap: float = (ours - theirs).abs().max().item()
+    return gap
 
 
 def _ids(model: PolicyModel, count: int, seed: int) -> torch.Tensor:
