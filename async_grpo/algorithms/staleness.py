@@ -3,7 +3,6 @@
 Versions are policy versions of one lineage: the replay server hands out nothing else.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -134,43 +133,3 @@ def worst_case(*, max_staleness: int, publish_every: int, updates_per_step: int)
         "updates": max_staleness * updates_per_step,
         "publishes": -(-max_staleness // publish_every),
     }
-
-
-def keep_probability_weights(
-    lengths: Sequence[int],
-    edges: Sequence[int],
-    kept: Sequence[int],
-    finished: Sequence[int],
-    *,
-    cap: float,
-) -> list[float]:
-    """min(1 / P(kept | length), cap) for each completion: undoes the length filter of rejection.
-
-    Args:
-        lengths: of the completions to weigh, in tokens.
-        edges: rising upper ends (inclusive) of all length bins but the last, open one.
-        kept: completions of each bin that reached training, so far.
-        finished: completions of each bin that were finished, so far.
-        cap: a bin that is hardly ever kept must not rule the batch.
-
-    Returns:
-        One weight >= 1 per length; a bin without data weighs 1, one of which nothing was kept
-        weighs `cap`.
-
-    Raises:
-        ValueError: counts do not fit the bins, or more were kept than finished.
-    """
-    if not len(kept) == len(finished) == len(edges) + 1:
-        raise ValueError(f"{len(edges)} edges make {len(edges) + 1} bins, got {len(kept)} counts")
-    if any(k > n for k, n in zip(kept, finished, strict=True)):
-        raise ValueError("more completions kept than finished")
-    weights = []
-    for length in lengths:
-        position = bisect_left(edges, length)
-        if not finished[position]:
-            weights.append(1.0)
-        elif not kept[position]:
-            weights.append(cap)
-        else:
-            weights.append(min(finished[position] / kept[position], cap))
-    return weights

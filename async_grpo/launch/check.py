@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from async_grpo.algorithms.staleness import worst_case
 from async_grpo.config import objective_text
 from async_grpo.config.alarms import AlarmAction, AlarmsSection
 from async_grpo.config.eval import EvalSection
@@ -39,7 +40,7 @@ def objective_line(config: Config) -> str:
 
 
 def _derived(config: Config) -> Iterator[tuple[str, str]]:
-    bound, depth = config.staleness.max_staleness, config.staleness.depth
+    depth = config.staleness.depth
     per_step, group_size = config.replay.groups_per_step, config.generation.group_size
     window = (depth + 1) * per_step
     samples = per_step * group_size
@@ -48,10 +49,10 @@ def _derived(config: Config) -> Iterator[tuple[str, str]]:
         yield "clip inert", note
     yield "zero-variance groups", str(config.algorithm.zero_variance)
     yield "window", f"{window} groups in flight and stored ((D + 1) * P = {depth + 1} * {per_step})"
-    yield "staleness", f"{depth} typical (D), never above {bound} (S) train steps"
+    yield "staleness", _staleness(config)
     if config.staleness.controller is Controller.ess:
         target = config.staleness.target_ess or DEFAULT_TARGET_ESS
-        bounds = f"{least_depth(config)} to {bound}"
+        bounds = f"{least_depth(config)} to {config.staleness.max_staleness}"
         yield "depth controller", f"D moves within {bounds} to hold an ESS of {target:g}"
     if acting := _acting_alarms(config.alarms):
         yield "alarms", f"{acting}; the others warn"
@@ -74,6 +75,20 @@ def _acting_alarms(section: AlarmsSection) -> str:
     actions = (action for action in AlarmAction if action is not AlarmAction.warn)
     parts = [(action, section.uses(action)) for action in actions]
     return "; ".join(f"{action}: {', '.join(names)}" for action, names in parts if names)
+
+
+def _staleness(config: Config) -> str:
+    section = config.staleness
+    worst = worst_case(
+        max_staleness=section.max_staleness,
+        publish_every=config.weights.publish_every,
+        updates_per_step=config.trainer.updates_per_step,
+    )
+    typical = f"{section.depth} typical (D)" if section.force is None else f"{section.force} forced"
+    return (
+        f"{typical}, never above {worst['steps']} (S) train steps, that is "
+        f"{worst['updates']} optimizer updates, {worst['publishes']} publishes"
+    )
 
 
 def _evaluation(section: EvalSection) -> str:

@@ -12,7 +12,6 @@ from async_grpo.algorithms.sequences import Sequences
 from async_grpo.algorithms.staleness import (
     capacity,
     is_fresh,
-    keep_probability_weights,
     sequence_staleness,
     worst_case,
 )
@@ -100,17 +99,6 @@ def test_a_sequence_without_a_version_is_not_fresh():
     assert sequence_staleness(7, [-1, 3, 4, -1]).head == 4
     with pytest.raises(ValueError, match="version"):
         sequence_staleness(7, [-1, -1])
-
-
-def test_keep_probability_weights_undo_the_length_filter():
-    kept, finished = [10, 5, 0], [10, 10, 4]
-    weights = keep_probability_weights([3, 8, 9, 100], [8, 50], kept, finished, cap=3.0)
-    assert weights == [1.0, 1.0, 2.0, 3.0]
-    assert keep_probability_weights([1], [8], [0, 0], [0, 0], cap=3.0) == [1.0]
-    with pytest.raises(ValueError, match="bins"):
-        keep_probability_weights([1], [8], [1], [1], cap=3.0)
-    with pytest.raises(ValueError, match="more completions"):
-        keep_probability_weights([1], [8], [2, 0], [1, 0], cap=3.0)
 
 
 def test_fresh_tokens_are_not_interpolated():
