@@ -18,19 +18,6 @@ from async_grpo.launch import cli
 from async_grpo.launch.check import describe, objective_line
 from async_grpo.launch.prepare import prepare
 
-MINIMAL = """
-run: {{output_dir: {out}, num_train_steps: 4}}
-policy: {{model: {out}/model}}
-task: {{name: reverse}}
-"""
-
-
-@pytest.fixture
-def config_path(tmp_path: Path) -> Path:
-    path = tmp_path / "config.yaml"
-    path.write_text(MINIMAL.format(out=tmp_path / "out"))
-    return path
-
 
 @pytest.mark.parametrize(
     "command", ["", "run", "replay", "generator", "trainer", "engine", "prepare", "check"]

@@ -11,19 +11,6 @@ from async_grpo.errors import ConfigError
 from async_grpo.launch.run import take_directory
 from async_grpo.replay.store import Ledger
 
-MINIMAL = """
-run: {{output_dir: {out}, num_train_steps: 4}}
-policy: {{model: {out}/model}}
-task: {{name: reverse}}
-"""
-
-
-@pytest.fixture
-def config_path(tmp_path: Path) -> Path:
-    path = tmp_path / "config.yaml"
-    path.write_text(MINIMAL.format(out=tmp_path / "out"))
-    return path
-
 
 def used(path: Path) -> tuple[Config, RunDirectory]:
     """The configuration, and its run directory after a first start."""
