@@ -1,11 +1,12 @@
 """Completions in flight while the weights change: is every token tagged with what sampled it?
 
 The log-probs tell: each token has two, one under either policy, and the engine's must be the one
-of the weights that its span names. Under `retract` they are exactly one or the other.
+of the weights that its segment names. Under `retract` that holds for every token; under `in_place`
+only for those before the switch, since no single policy reproduces the others.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,7 +16,10 @@ from async_grpo.doctor.gaps import LIMITS, gap_between
 from async_grpo.doctor.report import Finding, fail, ok, skipped
 from async_grpo.doctor.subject import Sample, Subject
 from async_grpo.doctor.two_policies import Which
+from async_grpo.engine_api import PauseMode
+from async_grpo.errors import GenerationError
 from async_grpo.generation.update_modes import kv_tokens
+from async_grpo.types import WeightsName
 
 _NUM_COMPLETIONS = 4
 _MAX_NEW_TOKENS = 128
@@ -32,7 +36,7 @@ T = TypeVar("T")
 class Crossing:
     """What became of the completions that an update found in flight."""
 
-    num_completions: int
+    mode: PauseMode
     boundaries: list[tuple[int, int]]
     """(first token under the new weights, number of tokens) of each that crossed"""
     max_gap: float
@@ -43,33 +47,43 @@ class Crossing:
         """None crossed, and nothing is wrong: try again."""
         return not self.boundaries and not self.problem
 
-    def finding(self) -> Finding:
-        """The verdict."""
-        check, values = "spans", {"gap_max": self.max_gap}
-        if self.problem:
+    def __str__(self) -> str:
+        if self.undecided:
+            return f"{self.mode}: none was in flight at the right moment"
+        told = ", ".join(f"{start}/{total}" for start, total in self.boundaries)
+        return f"{self.mode}: {len(self.boundaries)} crossed at {told}, within {self.max_gap:.2g}"
+
+
+def spans_finding(crossings: Sequence[Crossing]) -> Finding:
+    """The verdict over updates in both modes."""
+    check = "spans"
+    values = {f"{each.mode}_num_crossed": float(len(each.boundaries)) for each in crossings}
+    values |= {f"{each.mode}_gap_max": each.max_gap for each in crossings}
+    for crossing in crossings:
+        if crossing.problem:
             advice = (
-                "staleness would be wrong for every completion in flight at an update: use an "
-                "engine whose /generate returns weight_versions (SGLang 0.5.23 or later)"
+                "the staleness of every completion in flight at an update would be wrong: use an "
+                "engine whose /generate returns right weight_versions (SGLang 0.5.23 does)"
             )
-            return fail(check, self.problem, advice, values)
-        if not self.boundaries:
-            return skipped(check, "no completion was in flight at the moment of an update")
-        told = ", ".join(f"{start} of {total}" for start, total in self.boundaries)
-        figure = (
-            f"{len(self.boundaries)} completions crossed an update at token {told}; every token "
-            f"within {self.max_gap:.2g} nats of the weights its span names"
-        )
-        return ok(check, figure, values | {"num_crossed": float(len(self.boundaries))})
+            return fail(check, f"{crossing.mode}: {crossing.problem}", advice, values)
+    figure = "; ".join(str(each) for each in crossings)
+    if crossings[0].undecided:
+        return skipped(check, figure)
+    return ok(check, f"{figure} nats of the weights that are named", values)
 
 
 async def cross(
-    subject: Subject, update: Callable[[], Awaitable[T]], policies: Mapping[str, Which]
+    subject: Subject,
+    mode: PauseMode,
+    update: Callable[[], Awaitable[T]],
+    policies: Mapping[str, Which],
 ) -> tuple[Crossing, T]:
     """Have completions in flight during `update`, and judge them.
 
     Args:
         subject: the engine.
-        update: sends other weights, by retract.
+        mode: of the update.
+        update: sends other weights.
         policies: weights name -> which of the two, of every update until then; `update` adds its
             own.
     """
@@ -89,7 +103,8 @@ async def cross(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return await _judge(subject, samples, policies), result
+    judge = _judge_in_place if mode is PauseMode.IN_PLACE else _judge_retract
+    return await judge(subject, samples, policies), result
 
 
 async def _until_sampling(
@@ -108,24 +123,21 @@ async def _until_sampling(
             return
 
 
-async def _judge(
+async def _judge_retract(
     subject: Subject, samples: list[Sample], policies: Mapping[str, Which]
 ) -> Crossing:
+    """Every token is of the weights that it is tagged with."""
     limits = LIMITS[subject.config.policy.dtype]
     boundaries, worst, problem = [], 0.0, ""
     for sample in samples:
         under = {
             which: await subject.expected(sample, which) for which in (Which.OWN, Which.PERTURBED)
         }
-        named: list[Which] = []
-        for segment in sample.part.segments:
-            which = policies.get(str(segment.weights))
-            if which is None:
-                problem = f"tokens are tagged {segment.weights}, which was never sent"
-                break
-            named += [which] * segment.num_tokens
-        if problem:
-            break
+        named = [
+            _policy_of(segment.weights, policies)
+            for segment in sample.part.segments
+            for _ in range(segment.num_tokens)
+        ]
         expected = [under[which][position] for position, which in enumerate(named)]
         gap = gap_between(sample.part.logprobs, expected)
         worst = max(worst, gap.max)
@@ -134,7 +146,36 @@ async def _judge(
             break
         if len(sample.part.segments) > 1:
             boundaries.append((sample.part.segments[0].num_tokens, len(named)))
-    return Crossing(len(samples), boundaries, worst, problem)
+    return Crossing(PauseMode.RETRACT, boundaries, worst, problem)
+
+
+async def _judge_in_place(
+    subject: Subject, samples: list[Sample], policies: Mapping[str, Which]
+) -> Crossing:
+    """The switch is where it is said to be: exact before it, not behind it."""
+    limits = LIMITS[subject.config.policy.dtype]
+    boundaries, worst, late, problem = [], 0.0, [], ""
+    for sample in samples:
+        first, *others = sample.part.segments
+        if first.kv_mixed or not others:
+            continue
+        start, found = first.num_tokens, sample.part.logprobs
+        expected = await subject.expected(sample, _policy_of(first.weights, policies))
+        gap = gap_between(found[:start], expected[:start])
+        worst = max(worst, gap.max)
+        if not limits.hold(gap):
+            problem = f"tokens tagged {first.weights} are not of these weights: {gap}"
+        late.append(abs(found[start] - expected[start]) <= limits.p99)
+        boundaries.append((start, len(found)))
+    if len(late) > 1 and all(late):  # one may agree by chance
+        problem = problem or "the token behind every switch is of the weights before it"
+    return Crossing(PauseMode.IN_PLACE, boundaries, worst, problem)
+
+
+def _policy_of(weights: WeightsName | None, policies: Mapping[str, Which]) -> Which:
+    if str(weights) not in policies:
+        raise GenerationError(f"tokens are tagged {weights}, which was never sent", retryable=False)
+    return policies[str(weights)]
 
 
 def _contradiction(
@@ -142,7 +183,7 @@ def _contradiction(
 ) -> str:
     """What the spans say, and where the log-probs switch."""
     told = ", ".join(f"{each.num_tokens} under {each.weights}" for each in sample.part.segments)
-    after = policies[str(sample.part.segments[-1].weights)]
+    after = _policy_of(sample.part.segments[-1].weights, policies)
     before = Which.OWN if after is Which.PERTURBED else Which.PERTURBED
     found = np.array(sample.part.logprobs)
     off_before = np.abs(found - under[before])

@@ -190,13 +190,12 @@ class Examination:
         subject = Subject(
             config=self._config,
             url=self._url,
-            client=engine.client,
-            info=engine.info,
+            engine=engine,
             policies=policies,
             prompts=trial_prompts(self._policy.texts, policies.model, seed=self._config.run.seed),
             stop_token_ids=[] if end is None else [end],
         )
-        link = WeightLink(subject, engine)
+        link = WeightLink(subject)
         try:
             if not self.findings:  # started here
                 self._look(engine.info, await engine.client.model_info())

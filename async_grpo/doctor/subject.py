@@ -11,6 +11,7 @@ from async_grpo.doctor.two_policies import TwoPolicies, Which
 from async_grpo.engine_api import GenerateReply, GenerateRequest, SamplingParams, ServerInfo
 from async_grpo.errors import GenerationError
 from async_grpo.generation.completions import Part, part_from_reply
+from async_grpo.generation.engines import Engine
 from async_grpo.interfaces import EngineClient
 from async_grpo.types import WeightsName
 
@@ -36,8 +37,7 @@ class Subject:
 
     config: Config
     url: str
-    client: EngineClient
-    info: ServerInfo
+    engine: Engine
     policies: TwoPolicies
     prompts: Sequence[list[int]]
     stop_token_ids: list[int]
@@ -45,6 +45,16 @@ class Subject:
     which: Which = Which.OWN
     _token: str = field(default_factory=lambda: secrets.token_hex(4))
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def client(self) -> EngineClient:
+        """Of the engine."""
+        return self.engine.client
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the engine says of itself."""
+        return self.engine.info
 
     @property
     def namespace(self) -> str:
@@ -101,7 +111,12 @@ class Subject:
                 extra_key=namespace,
             )
         )
-        part = part_from_reply(reply, prompt_weights=sent_under, keeps_kv=lambda _: False)
+        part = part_from_reply(
+            reply,
+            prompt_weights=sent_under,
+            keeps_kv=self.engine.keeps_kv,
+            num_late_tokens=self.engine.num_late_tokens,
+        )
         if not part.token_ids:
             raise GenerationError(f"{self.url} sampled nothing", retryable=False)
         return Sample(prompt, part, temperature, reply)

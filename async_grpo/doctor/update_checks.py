@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from async_grpo.doctor.crossing import cross
+from async_grpo.doctor.crossing import cross, spans_finding
 from async_grpo.doctor.gaps import LIMITS, Gap, gap_between, probe_tolerance
 from async_grpo.doctor.report import Finding, fail, ok
 from async_grpo.doctor.subject import Sample, Subject
@@ -76,11 +76,14 @@ class Updates:
         """
         subject, cache = self._subject, PrefixCache(self._subject)
         await cache.fill()
-        crossing, there = await cross(subject, self._turn, self._policies)
-        stale = {PauseMode.RETRACT: await cache.gaps()}
+        retract, there = await cross(subject, PauseMode.RETRACT, self._turn, self._policies)
+        crossings, stale = [retract], {PauseMode.RETRACT: await cache.gaps()}
         await cache.fill()
         if in_place_is_safe(subject.info):
-            back = await self._send(Which.OWN, PauseMode.IN_PLACE)
+            in_place, back = await cross(
+                subject, PauseMode.IN_PLACE, self._back_in_place, self._policies
+            )
+            crossings.append(in_place)
             stale[PauseMode.IN_PLACE] = await cache.gaps()
         else:
             back = await self._turn()
@@ -89,11 +92,16 @@ class Updates:
         yield _round_trip(subject, start, there, back)
         yield cache.finding(stale, flushed=not there.sent.kv_kept)
         for _ in range(_MAX_MORE_TRIES):
-            if crossing.undecided:
-                crossing, _ = await cross(subject, self._turn, self._policies)
-        yield crossing.finding()
+            if crossings[0].undecided:
+                crossings[0], _ = await cross(
+                    subject, PauseMode.RETRACT, self._turn, self._policies
+                )
+        yield spans_finding(crossings)
         if subject.which is not Which.OWN:
             await self._turn()
+
+    async def _back_in_place(self) -> Arrival:
+        return await self._send(Which.OWN, PauseMode.IN_PLACE)
 
     async def _turn(self) -> Arrival:
         """Send the other policy, by retract."""

@@ -21,7 +21,6 @@ from async_grpo.doctor.subject import Subject
 from async_grpo.doctor.two_policies import Which
 from async_grpo.engine_api import PauseMode
 from async_grpo.errors import WeightSyncError
-from async_grpo.generation.engines import Engine
 from async_grpo.generation.weight_driver import WeightDriver
 from async_grpo.types import WeightsName
 from async_grpo.weights.publisher import WeightPublisher
@@ -47,8 +46,8 @@ class Sent:
 class WeightLink:
     """Sends either policy to the subject's engine. Use it on one event loop."""
 
-    def __init__(self, subject: Subject, engine: Engine) -> None:
-        config = subject.config
+    def __init__(self, subject: Subject) -> None:
+        config, engine = subject.config, subject.engine
         self._subject, self._engine = subject, engine
         self._version = _FIRST_VERSION
         self._tasks: set[asyncio.Task[None]] = set()

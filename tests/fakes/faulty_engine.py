@@ -8,6 +8,7 @@ shadow copy of the model, as a real engine with that fault would compute it.
 
 import asyncio
 import copy
+import itertools
 import json
 import random
 import signal
@@ -45,6 +46,8 @@ class Fault(StrEnum):
     """`IGNORED_TENSOR` stays as it was, and every update is acknowledged"""
     ONE_VERSION = "one_version"
     """a completion is tagged whole with the version that sampled its last token"""
+    LATE_TOKEN = "late_token"
+    """after an in-place update, the last token of the weights before is counted to the next span"""
     SHARPENED = "sharpened"
     """sampled at a lower temperature than asked for"""
     NOISY = "noisy"
@@ -91,6 +94,10 @@ class FaultyEngine:
             meta.weight_versions = [
                 WeightVersionSpan(version=meta.weight_version, start=0, end=len(ids))
             ]
+        if self._fault is Fault.LATE_TOKEN and not meta.num_retractions:
+            for before, after in itertools.pairwise(meta.weight_versions):
+                before.end -= 1
+                after.start -= 1
         if self._fault is Fault.NOISY:
             meta.input_token_logprobs = [
                 (value if value is None else value + self._random.gauss(0, 0.05), token, text)

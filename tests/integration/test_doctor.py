@@ -132,8 +132,9 @@ def test_a_sound_engine_passes_every_check(practice: Practice) -> None:
     measured = {finding.check: finding.values for finding in report.findings}
     assert measured["log-probs, T=0.7"]["max"] < 2e-5
     assert measured["weights"]["probe_gap"] < 2e-5
-    assert measured["spans"]["num_crossed"] >= 1
-    assert measured["spans"]["gap_max"] < 2e-5
+    assert measured["spans"]["retract_num_crossed"] >= 1
+    assert measured["spans"]["retract_gap_max"] < 2e-5
+    assert measured["spans"]["in_place_gap_max"] < 2e-5
 
 
 def test_unscaled_logprobs_fail_at_the_temperature_where_they_show(practice: Practice) -> None:
@@ -167,6 +168,12 @@ def test_a_crossing_completion_of_one_version_fails(practice: Practice) -> None:
     finding = the_failed(practice.examine(Fault.ONE_VERSION))
     assert finding.check == "spans"
     assert "their log-probs switch at token" in finding.figure
+
+
+def test_a_token_counted_to_the_update_behind_it_fails(practice: Practice) -> None:
+    finding = the_failed(practice.examine(Fault.LATE_TOKEN))
+    assert finding.check == "spans"
+    assert "in_place: the token behind every switch is of the weights before it" in finding.figure
 
 
 def test_completions_that_are_too_likely_fail(practice: Practice) -> None:
