@@ -10,7 +10,10 @@ import logging
 import secrets
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+
+from torch._C._distributed_c10d import TCPStore
 
 from async_grpo.config.weights import Backend, WeightsSection
 from async_grpo.errors import WeightSyncError
@@ -26,12 +29,18 @@ CellKey = tuple[tuple[str, int, int], ...]
 """(engine_id, rank_offset, tp_size) of each engine: a group is good for exactly these"""
 
 
+_NOTICE_S = 0.5
+"""Between two looks at the engines of a cell that takes long to meet."""
+
+
 @dataclass(slots=True)
 class _LiveGroup:
     """A process group and the rendezvous that made it."""
 
     group: UpdateGroup
     rendezvous: Rendezvous
+    store: TCPStore
+    """ours, for the group's life"""
 
 
 class BroadcastTransport:
@@ -105,25 +114,45 @@ class BroadcastTransport:
             order.open(live.rendezvous)
             order.require(CellPhase.BEGUN)
             return live
-        store, port = listen(self._settings.host)
+        live = self._meet_anew(order)
+        with self._lock:
+            self._groups[key] = live
+        return live
+
+    def _meet_anew(self, order: CellOrder) -> _LiveGroup:
+        """A fresh group; given up as soon as an engine says that it will not come.
+
+        Our own rank is a client of our store like every other. So all of them come free when the
+        store goes, instead of waiting for their deadlines.
+        """
+        settings = self._settings
+        store, port = listen(settings.host)
         name = f"async-grpo-{order.sequence}-{order.cell.cell_id}-{secrets.token_hex(4)}"
         world_size = 1 + sum(engine.tp_size for engine in order.cell.engines)
         order.open(self._rendezvous(name, port, world_size, fresh=True))
         order.require(CellPhase.BEGUN)
-        group = join_group(
-            host=self._settings.host,
-            port=port,
-            rank=0,
-            world_size=world_size,
-            group_name=name,
-            backend=self._backend,
-            timeout_s=self._settings.timeout_s,
-            store=store,
-        )
-        live = _LiveGroup(group, self._rendezvous(name, port, world_size, fresh=False))
-        with self._lock:
-            self._groups[key] = live
-        return live
+        with ThreadPoolExecutor(1, thread_name_prefix="join") as pool:
+            joining = pool.submit(
+                join_group,
+                host=settings.host,
+                port=port,
+                rank=0,
+                world_size=world_size,
+                group_name=name,
+                backend=self._backend,
+                timeout_s=settings.timeout_s,
+            )
+            while not wait([joining], timeout=_NOTICE_S).done:
+                if failed := order.failed():
+                    del store
+                    wait([joining])
+                    raise WeightSyncError(order.peers, str(order.weights), "join", failed)
+        try:
+            group = joining.result()
+        except WeightSyncError as error:
+            reason = order.failed() or str(error)
+            raise WeightSyncError(order.peers, str(order.weights), "join", reason) from error
+        return _LiveGroup(group, self._rendezvous(name, port, world_size, fresh=False), store)
 
     def _rendezvous(self, name: str, port: int, world_size: int, *, fresh: bool) -> Rendezvous:
         return Rendezvous(

@@ -5,6 +5,7 @@ from typing import Any, Protocol, TypeVar
 
 from async_grpo.errors import WeightSyncError
 from async_grpo.interfaces import PublishReplay
+from async_grpo.replay_api.publishing import WaitCellReply
 from async_grpo.replay_parts import Cell, CellPhase, Rendezvous, UpdateReport
 from async_grpo.types import WeightsName
 
@@ -58,23 +59,32 @@ class CellOrder:
         """Nothing will be sent."""
         self._call(self._replay.abort_cell(self.sequence, self.cell.cell_id, reason))
 
+    def failed(self) -> str:
+        """Which engines have failed by now, and why; empty: none. Does not wait."""
+        reply = self._ask(CellPhase.COMMITTED, 0.0)
+        return "; ".join(self._short_of(CellPhase.ANNOUNCED, reply))
+
     def require(self, phase: CellPhase) -> dict[str, UpdateReport]:
         """Wait until every engine is at `phase`; what those that have committed tell.
 
         Raises:
             WeightSyncError: one failed, or is not there at the deadline; names them.
         """
-        reply = self._call(
-            self._replay.wait_cell(
-                self.sequence, self.cell.cell_id, phase, timeout_s=self._timeout_s
-            )
+        reply = self._ask(phase, self._timeout_s)
+        if missing := self._short_of(phase, reply):
+            raise WeightSyncError(self.peers, str(self.weights), phase.value, "; ".join(missing))
+        return reply.reports
+
+    def _ask(self, phase: CellPhase, timeout_s: float) -> WaitCellReply:
+        return self._call(
+            self._replay.wait_cell(self.sequence, self.cell.cell_id, phase, timeout_s=timeout_s)
         )
+
+    def _short_of(self, phase: CellPhase, reply: WaitCellReply) -> list[str]:
         missing = []
         for engine in self.cell.engines:
             reached = reply.phases.get(engine.engine_id, CellPhase.ANNOUNCED)
             if reached is CellPhase.FAILED or _ORDER.index(reached) < _ORDER.index(phase):
                 detail = reply.details.get(engine.engine_id, "")
                 missing.append(f"{engine.engine_id} is {reached.value}{detail and f': {detail}'}")
-        if missing:
-            raise WeightSyncError(self.peers, str(self.weights), phase.value, "; ".join(missing))
-        return reply.reports
+        return missing

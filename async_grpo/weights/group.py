@@ -32,8 +32,8 @@ def listen(host: str) -> tuple[TCPStore, int]:
         host: address that the engines can reach.
 
     Returns:
-        The store, to be passed to `join_group`, and its port. The port is open as long as the
-        store lives.
+        The store, to be kept until the group is closed, and its port. The port is open as long as
+        the store lives: whoever still waits in the rendezvous when it goes gets an error.
 
     Raises:
         WeightSyncError: `host` cannot be bound.

@@ -1,0 +1,285 @@
+"""A run without a model: replay server, generator, publisher, and engines in processes with gloo.
+
+Everything between the trainer's tensors and the engines' is real, wires and collectives included;
+only sampling is scripted (`gloo_engine`). The publisher's calls block, so they run in threads.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_grpo.config.engine import EngineSection
+from async_grpo.config.schema import Config
+from async_grpo.config.weights import WeightsSection
+from async_grpo.generation.engines import Engine
+from async_grpo.generation.handles import AttachedEngine
+from async_grpo.replay.generator_client import GeneratorClient
+from async_grpo.replay.server import ReplayServer
+from async_grpo.replay.trainer_client import TrainerClient
+from async_grpo.replay_parts import EngineState, EngineStatus, Probe, RoleStatus
+from async_grpo.training.feed import LoopThread
+from async_grpo.types import WeightsName
+from async_grpo.weights.publish_result import PublishResult
+from async_grpo.weights.publisher import WeightPublisher
+from tests.fakes.fake_engine import fake_prompt_logprobs
+from tests.fakes.generator_world import World
+from tests.fakes.gloo_engine import SHAPES, GlooProcess, checksum_of
+from tests.fakes.replay_harness import DATASET, at_address, replay_config
+
+PROBE_IDS = [3, 4, 5, 6]
+BUCKET_BYTES = 1 << 21
+"""Two buckets of one tensor each."""
+
+
+class Source:
+    """`interfaces.WeightSource` of made-up tensors; each version has its own."""
+
+    def __init__(self, version: int) -> None:
+        generator = torch.Generator().manual_seed(version)
+        self.tensors = {
+            name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()
+        }
+
+    def named_tensors(self) -> Any:
+        return iter(self.tensors.items())
+
+    def probe(self) -> Probe:
+        logprobs = fake_prompt_logprobs(checksum_of(self.tensors), PROBE_IDS)
+        return Probe(token_ids=PROBE_IDS, logprobs=logprobs, tolerance=1e-6)
+
+
+class Clock:
+    """Seconds by the publisher's back-off; moved by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class NoticingClient(GeneratorClient):
+    """Tells the test what the generator says of its engines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.engines: list[EngineStatus] = []
+        self.changed = asyncio.Condition()
+
+    async def heartbeat(
+        self, engines: list[EngineStatus], claims: list[tuple[int, int]], status: RoleStatus
+    ) -> None:
+        await super().heartbeat(engines, claims, status)
+        self.engines = engines
+        async with self.changed:
+            self.changed.notify_all()
+
+
+class GlooWorld(World):
+    """`World` with a real replay server, trainer's end and engines.
+
+    Attributes:
+        processes: every engine process, in order of start.
+        slots: the newest of each slot.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        num_engines: int = 2,
+        owned: bool = True,
+        engines_per_cell: int = 1,
+        tp_size: int = 1,
+        timeout_s: float = 30.0,
+        control_timeout_s: float = 30.0,
+        max_restarts: int = 50,
+        peer_timeout_s: float = 60.0,
+        weights: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(directory, num_engines=num_engines, owned=owned, group_size=2)
+        self._config = replace(
+            replay_config(directory, peer_timeout_s=peer_timeout_s),
+            engine=EngineSection(max_restarts=max_restarts, control_timeout_s=control_timeout_s),
+            weights=WeightsSection(
+                bucket_bytes=BUCKET_BYTES,
+                engines_per_cell=engines_per_cell,
+                timeout_s=timeout_s,
+                **(weights or {}),
+            ),
+        )
+        self.processes: list[GlooProcess] = []
+        self.slots: dict[int, GlooProcess] = {}
+        self._tp_size, self._timeout_s = tp_size, timeout_s
+        self.clock = Clock()
+        self.server: ReplayServer
+
+    async def new_process(self, slot: int, *, port: int = 0) -> GlooProcess:
+        """Start an engine process for a slot."""
+        process = await GlooProcess.start(
+            owned=self._owned, port=port, tp_size=self._tp_size, timeout_s=self._timeout_s
+        )
+        self.processes.append(process)
+        self.slots[slot] = process
+        return process
+
+    async def _start_engine(self, slot: int, engine_id: str) -> Any:
+        if self._owned:
+            return await self.new_process(slot)
+        return AttachedEngine(self.slots[slot].url)
+
+    @asynccontextmanager
+    async def whole(self, *, trainer: bool = True) -> AsyncIterator["GlooWorld"]:
+        """Everything runs inside the block; with `trainer`, it has started."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self._end_processes)
+            await self.start_server(self._config)
+            stack.push_async_callback(self.stop_server)
+            self.config = at_address(self._config, self.server.address)
+            self.replay = NoticingClient(self.config, name="gen", dataset=DATASET)
+            stack.push_async_callback(self.replay.close)
+            await self.replay.connect()
+            loop = LoopThread("trainer")
+            stack.callback(loop.close)
+            self._trainer_end = TrainerEnd(self.config, loop, self.clock)
+            stack.push_async_callback(asyncio.to_thread, self._trainer_end.close)
+            if trainer:
+                await self.start_trainer()
+            if not self._owned:
+                for slot in range(self._num_engines):
+                    await self.new_process(slot)
+            async with self.running():
+                await self.until(lambda: self.num_wishing == self._num_engines)
+                yield self
+
+    async def start_trainer(self) -> None:
+        """Waits for a silent predecessor."""
+        await asyncio.to_thread(self._trainer_end.start)
+
+    @property
+    def publisher(self) -> WeightPublisher:
+        """Of the trainer in this process."""
+        return self._trainer_end.publisher
+
+    @property
+    def incarnation(self) -> int:
+        """Of the trainer in this process."""
+        return self._trainer_end.incarnation
+
+    async def start_server(self, config: Any) -> None:
+        """A replay server, on a fresh port or where it was."""
+        self.server = ReplayServer(config)
+        self._serving = asyncio.create_task(self.server.serve())
+
+    async def stop_server(self) -> None:
+        """Its end; the ledger stays."""
+        self.server.stop("the test says so")
+        await self._serving
+        self.server.close()
+
+    def _end_processes(self) -> None:
+        for process in self.processes:
+            process.free()
+
+    # ---- what the generator says
+
+    @property
+    def num_wishing(self) -> int:
+        """Engines that want the current weights."""
+        return sum(engine.wants_sync for engine in self.replay.engines)
+
+    def status(self, slot: int) -> EngineStatus:
+        """As in the newest heartbeat."""
+        return self.replay.engines[slot]
+
+    def engine(self, slot: int) -> Engine:
+        """The present life in a slot."""
+        engine = self.generator._slots[slot].engine
+        assert engine is not None
+        return engine
+
+    def updating(self, slot: int) -> bool:
+        """Whether an update is under way there."""
+        engine = self.generator._slots[slot].engine
+        return engine is not None and engine.updating
+
+    def serves(self, version: int) -> bool:
+        """Whether every engine serves these weights."""
+        weights = WeightsName(self.incarnation, version)
+        return all(
+            (engine.state, engine.weights) == (EngineState.SERVING, weights)
+            for engine in self.replay.engines
+        )
+
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+        """Wait for something that a heartbeat tells."""
+        async with asyncio.timeout(timeout_s), self.replay.changed:
+            await self.replay.changed.wait_for(condition)
+
+    # ---- what the trainer does
+
+    async def publish(self, version: int) -> PublishResult:
+        """To all; waits for the end."""
+        return await asyncio.to_thread(self._trainer_end.publish, version)
+
+    async def serve_wishes(self) -> PublishResult:
+        """The present weights once more, to those that wish for them."""
+        self.clock.now += 100.0  # past any back-off
+        return await asyncio.to_thread(self._trainer_end.republish)
+
+
+class TrainerEnd:
+    """The trainer's publisher and client. Blocking calls, not for the test's event loop."""
+
+    def __init__(self, config: Config, loop: LoopThread, clock: Callable[[], float]) -> None:
+        self._config, self._loop, self._clock = config, loop, clock
+        self._client: TrainerClient | None = None
+        self.incarnation = 0
+        self.publisher: WeightPublisher
+
+    def start(self) -> None:
+        """Become the run's trainer, from version 0."""
+        self._client = TrainerClient(self._config)
+        self._loop.call(self._client.connect())
+        self.incarnation = self._loop.call(self._client.start(0)).incarnation
+        self.publisher = WeightPublisher(
+            self._client,
+            self._loop.call,
+            self._config.weights,
+            run_directory=Path(self._config.run.output_dir),
+            clock=self._clock,
+        )
+
+    def publish(self, version: int) -> PublishResult:
+        self.publisher.publish(WeightsName(self.incarnation, version), Source(version))
+        return self._ended()
+
+    def republish(self) -> PublishResult:
+        assert self.publisher.republish()
+        return self._ended()
+
+    def _ended(self) -> PublishResult:
+        self.publisher.wait()
+        result = self.publisher.last_result
+        assert result is not None
+        return result
+
+    def close(self) -> None:
+        if self._client is not None:
+            self.publisher.close()
+            self._loop.call(self._client.close())
+
+
+def trainer_process(config: Config, pipe: Connection) -> None:
+    """A trainer to be killed: publishes each version that it is sent, and answers with failures."""
+    torch.set_num_threads(1)
+    end = TrainerEnd(config, LoopThread("trainer"), Clock())
+    end.start()
+    pipe.send(end.incarnation)
+    while True:
+        pipe.send(end.publish(pipe.recv()).failures)

@@ -1,0 +1,67 @@
+import threading
+
+import pytest
+import torch
+
+from async_grpo.errors import WeightSyncError
+from async_grpo.replay_parts import Probe
+from async_grpo.types import WeightsName
+from async_grpo.weights.flatten import dtype_name, empty_buckets
+from async_grpo.weights.plan import TensorSpec, make_plan
+from async_grpo.weights.snapshot import Snapshot
+
+TENSORS = {"a": torch.arange(4.0), "b": torch.arange(3.0) + 10}
+PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=1e-3)
+
+
+def make_snapshot(tensors=TENSORS, *, buckets=None):
+    specs = [TensorSpec(name, dtype_name(t), tuple(t.shape)) for name, t in tensors.items()]
+    plan = make_plan(specs, 16)
+    return Snapshot(
+        WeightsName(1, 2), plan, PROBE, buckets or empty_buckets(plan, torch.device("cpu"))
+    )
+
+
+def test_a_bucket_leaves_while_the_next_one_is_still_to_be_copied():
+    snapshot = make_snapshot()
+    first_left = threading.Event()
+
+    class Gated(dict):
+        def get(self, name):
+            if name == "b":
+                assert first_left.wait(10), "the first bucket waits for the second"
+            return self[name]
+
+    copying = threading.Thread(target=snapshot.fill, args=(Gated(TENSORS),))
+    copying.start()
+    buckets = snapshot.whole_buckets(10)
+    assert next(buckets).view(torch.float32).tolist() == [0, 1, 2, 3]
+    first_left.set()
+    assert next(buckets).view(torch.float32).tolist() == [10, 11, 12]
+    copying.join(10)
+
+
+def test_whoever_waits_for_weights_that_cannot_be_copied_gets_an_error():
+    snapshot = make_snapshot()
+    with pytest.raises(ValueError, match="b is not the float32"):
+        snapshot.fill({"a": TENSORS["a"], "b": torch.zeros(5)})
+    buckets = snapshot.whole_buckets(10)
+    next(buckets)
+    with pytest.raises(WeightSyncError, match="b is not the float32"):
+        next(buckets)
+
+
+def test_the_wait_for_a_bucket_has_a_deadline():
+    with pytest.raises(WeightSyncError, match=r"bucket 0 took over 0\.01 s"):
+        next(make_snapshot().whole_buckets(0.01))
+
+
+def test_the_digest_tells_whether_the_bytes_are_the_same():
+    one = make_snapshot()
+    one.fill(TENSORS)
+    same = make_snapshot()
+    same.fill({name: tensor.clone() for name, tensor in TENSORS.items()})
+    assert one.digest(1) == same.digest(1)
+    other = make_snapshot(buckets=one.buckets)  # the same memory, used again
+    other.fill(TENSORS | {"b": TENSORS["b"] + 1e-6})
+    assert other.digest(1) != same.digest(1)
