@@ -43,7 +43,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path, metavar="MODEL_DIR")
     parser.add_argument("overrides", nargs="*", metavar="engine.field=value")
     parser.add_argument("--log", type=Path, default=DEFAULT_LOG, help="of the server")
-    options = parser.parse_args(args)
+    options = parser.parse_intermixed_args(args)
     try:
         config = serving_config(options.model, options.overrides)
         require_interpreter(config.engine)

@@ -1,0 +1,182 @@
+"""An engine, and the parts of a generator that drive it through weight updates.
+
+Every token that is in flight meanwhile is judged by a plain forward of the weights that its segment
+names.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from async_grpo.config.engine_keys import EngineKeys
+from async_grpo.config.generation import GenerationSection, OnWeightUpdate
+from async_grpo.config.weights import WeightsSection
+from async_grpo.engine_api import GenerateReply, GenerateRequest
+from async_grpo.generation.client import HttpEngineClient
+from async_grpo.generation.engines import Engine
+from async_grpo.generation.routing import Placement, Router
+from async_grpo.generation.sampler import GroupRequest, Sampled, Sampler
+from async_grpo.generation.update_modes import kv_tokens
+from async_grpo.generation.weight_driver import WeightDriver
+from async_grpo.replay_parts import BucketSpec, CellPhase, Probe, Rendezvous, UpdateOrder
+from async_grpo.types import Completion, Prompt, Ticket, WeightsName
+from async_grpo.weights.group import join_group, listen
+from tests.contracts.engine.conftest import make_model
+from tests.contracts.engine.update_tools import reference_logprobs
+from tests.fakes.fake_replay import FakeReplay
+
+TOLERANCE = 1e-5
+PROMPT = [3, 4, 5, 6]
+NUM_TOKENS = 400
+PROBE_IDS = [7, 9, 11, 13]
+
+
+class Tireless(HttpEngineClient):
+    """Completions go on until their budget is used up."""
+
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> GenerateReply:
+        params = msgspec.structs.replace(request.sampling_params, ignore_eos=True)
+        endless = msgspec.structs.replace(request, sampling_params=params)
+        return await super().generate(endless, timeout_s=timeout_s)
+
+
+class Station:
+    """One engine and the parts of a generator that drive it."""
+
+    def __init__(self, client: HttpEngineClient, engine: Engine, mode: OnWeightUpdate) -> None:
+        self.engine = engine
+        self.replay = FakeReplay()
+        self.router = Router(lambda: [engine], on_change=lambda: None)
+        self.sampler = Sampler(
+            self.router, GenerationSection(max_new_tokens=NUM_TOKENS), stop_token_ids=[]
+        )
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.driver = WeightDriver(
+            self.replay,
+            lambda: [engine],
+            lambda work: self.tasks.add(asyncio.create_task(work)),
+            WeightsSection(timeout_s=30.0),
+            on_weight_update=mode,
+        )
+        self._client = client
+        self._publish_sequence = 0
+
+    async def publish(self, model: PreTrainedModel, weights: WeightsName) -> None:
+        """A whole update, with the trainer's side of it."""
+        self._publish_sequence += 1
+        tensors = dict(model.named_parameters())
+        order = UpdateOrder(
+            publish_sequence=self._publish_sequence,
+            weights=weights,
+            cell_id=0,
+            engine_ids=["e"],
+            ranks=[1],
+            buckets=[
+                BucketSpec(
+                    names=list(tensors),
+                    dtypes=["float32"] * len(tensors),
+                    shapes=[list(tensor.shape) for tensor in tensors.values()],
+                )
+            ],
+            probe=Probe(
+                token_ids=PROBE_IDS,
+                logprobs=reference_logprobs(model, PROBE_IDS[:1], PROBE_IDS[1:]).tolist(),
+                tolerance=TOLERANCE,
+            ),
+        )
+        self.driver.on_orders([order])
+        await self.replay.phase_of(self._publish_sequence, "e", CellPhase.BEGUN)
+        store, port = listen("127.0.0.1")
+        name = f"station-{id(self)}-{self._publish_sequence}"
+        meeting = Rendezvous(
+            group_name=name, host="127.0.0.1", port=port, world_size=2, backend="gloo", fresh=True
+        )
+        self.driver.on_orders([msgspec.structs.replace(order, go=True, rendezvous=meeting)])
+        flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors.values()])
+
+        def send() -> None:
+            group = join_group(
+                host="127.0.0.1", port=port, rank=0, world_size=2, group_name=name,
+                backend="gloo", timeout_s=30, store=store,
+            )  # fmt: skip
+            group.broadcast(flat)
+            group.close()
+
+        await asyncio.to_thread(send)
+        end = await self.replay.phase_of(
+            self._publish_sequence, "e", CellPhase.COMMITTED, CellPhase.FAILED
+        )
+        assert end is CellPhase.COMMITTED, self.replay.phases[-1]
+        self.driver.on_orders([])
+        self.router.dispatch()
+
+    def sample(self, number: int) -> "asyncio.Task[Sampled]":
+        request = GroupRequest(Ticket(number, 1, 0), Prompt(0, "", PROMPT, ""))
+        placement = Placement()
+        place = self.router.enqueue(placement)
+        return asyncio.create_task(self.sampler.sample(request, 0, place, placement))
+
+    async def until_sampled(self, count: int) -> None:
+        """Until three requests in flight hold so many tokens besides their prompts."""
+        async with asyncio.timeout(60):
+            while kv_tokens(await self._client.load()) < count + 3 * len(PROMPT):
+                pass
+
+
+@asynccontextmanager
+async def station(
+    url: str, mode: OnWeightUpdate, keys: EngineKeys, *, vocab_size: int | None = None
+) -> AsyncIterator[Station]:
+    """`vocab_size`: of the policy, for a server that does not tell its own."""
+    client = Tireless(url, control_timeout_s=20, keys=keys, vocab_size=vocab_size)
+    try:
+        info = await client.server_info(timeout_s=20)
+        yield Station(client, Engine("e", client, info, lambda: None), mode)
+    finally:
+        await client.close()
+
+
+async def fly_through_two_updates(at: Station, *, incarnation: int, mode: OnWeightUpdate) -> None:
+    """Three requests, two updates: all are in flight before and after each, none loses a token."""
+    models = {WeightsName(incarnation, version): make_model(60 + version) for version in range(3)}
+    first, *later = models
+    await at.publish(models[first], first)
+    running = [at.sample(number) for number in range(3)]
+    for weights in later:
+        await at.until_sampled(40)
+        assert at.engine.num_running == 3
+        await at.publish(models[weights], weights)
+        assert at.engine.num_running == 3
+        assert not any(task.done() for task in running)
+        await at.until_sampled(80 * weights.policy_version)
+    completions = [(await task).completion for task in running]
+    assert at.sampler.num_retries == 0
+    assert at.sampler.num_continued == (6 if mode is OnWeightUpdate.abort else 0)
+    for completion in completions:
+        _judge(completion, models, exact=mode is not OnWeightUpdate.in_place)
+
+
+def _judge(
+    completion: Completion, models: dict[WeightsName, PreTrainedModel], *, exact: bool
+) -> None:
+    ids = completion.token_ids.tolist()
+    assert len(ids) == NUM_TOKENS == len(completion.behavior_logprobs)
+    assert [segment.weights for segment in completion.segments] == list(models)
+    found = torch.from_numpy(completion.behavior_logprobs)
+    first = weights_before = next(iter(models))
+    start = 0
+    for segment in completion.segments:
+        end = start + segment.num_tokens
+        expected = reference_logprobs(models[segment.weights], PROMPT, ids)
+        gap = (found - expected)[start:end].abs().max()
+        assert segment.kv_mixed == (not exact and segment.weights != first)
+        assert (gap < TOLERANCE) == (not segment.kv_mixed), gap
+        if start:  # the first token of other weights already differs: nobody is off by one
+            before = reference_logprobs(models[weights_before], PROMPT, ids)
+            assert (found - before)[start].abs() > 100 * TOLERANCE
+        weights_before, start = segment.weights, end
+    assert start == NUM_TOKENS
