@@ -1,7 +1,8 @@
 """Mistakes that people make, what they type, and what they are told.
 
-`test_mistakes.py` makes each of them; docs/troubleshooting.md is made from this table by
-`python -m tests.e2e.mistakes`. In a command, @ stands for the configuration, % for its folder.
+`test_mistakes.py` and `test_mistakes_in_runs.py` make each of them; docs/troubleshooting.md is made
+from this table by `python -m tests.e2e.mistakes`. In a command, @ stands for the configuration, %
+for its folder.
 """
 
 from dataclasses import dataclass
@@ -92,6 +93,11 @@ MODEL_AND_TASK = [
             ("policy.model: there is no directory",)),
     Mistake("a directory without a model", "trainer @ policy.model=%/hollow", 2,
             ("has no config.json, *.safetensors", "as save_pretrained()")),
+    Mistake("a model whose files were cut off", "engine @ policy.model=%/cut_off", 2,
+            ("policy.model: cannot load", "Error while deserializing header")),
+    Mistake("a model whose files lack weights", "trainer @ policy.model=%/too_few", 2,
+            ("policy.model: the files in", "tensors that its config.json asks for",
+             "model.layers.2.")),
     Mistake("a model without a tokenizer", "generator @ --name g policy.model=%/no_tokenizer", 2,
             ("has no tokenizer.json",)),
     Mistake("a model that is still to be made",
@@ -127,6 +133,15 @@ MODEL_AND_TASK = [
 PEERS = [
     Mistake("a file in place of the run directory", "replay @ run.output_dir=%/empty.yaml", 2,
             ("run.output_dir: cannot write to", "choose a directory of your own")),
+    Mistake("a run directory that holds a run already", "run @ run.output_dir=%/old", 2,
+            ("already holds a run", "continue it with --resume, choose another run.output_dir")),
+    Mistake("a run resumed with other settings",
+            "run @ run.output_dir=%/old --resume trainer.lr=0.5", 2,
+            ("--resume: trainer.lr: the run has", "now it is 0.5")),
+    Mistake("nothing to export", "export %/old %/out", 2,
+            ("has no checkpoint and no final_model yet",)),
+    Mistake("no samples", "samples %/old", 2,
+            ("cannot be read: No such file or directory; a generator writes it",)),
     Mistake("port 0 for a generator alone", "generator @ --name g replay.address=tcp://127.0.0.1:0",
             2, ("must name a port: it is the replay server that may choose one",)),
     Mistake("no replay server at the address", "generator @ --name g", 3,
@@ -142,6 +157,8 @@ BESIDE_A_SERVER = [
             ("replay.address: cannot bind", "Address already in use")),
     Mistake("two replay servers on one run", "replay @ replay.address=tcp://127.0.0.1:0", 1,
             ("is in use by another replay server: stop it, or give this run its own",)),
+    Mistake("resuming a run that goes on", "run @ --resume", 2,
+            ("--resume: the run in", "is still going on")),
     Mistake("the run directory of another run",
             "replay @ replay.address=tcp://127.0.0.1:0 staleness.max_staleness=2", 2,
             ("holds a run of another configuration", "staleness.max_staleness: the run has 4, "
@@ -154,14 +171,33 @@ BESIDE_A_SERVER = [
             ("in vain for an engine to answer", "http://127.0.0.1:9")),
 ]  # fmt: skip
 
-EVERYTHING = [*CONFIGURATION, *MODEL_AND_TASK, *PEERS, *BESIDE_A_SERVER]
+NEVER_RIGHT = "run @ task.reward=mine:never task.reward_timeout_s=0.2"
+NO_GROUPS = "handed out no groups within"
+# Whole runs in which no group ever comes to be trained. One run may show several mistakes; the
+# message is in what it prints. $ is an engine that somebody else has started.
+IN_A_RUN = [
+    Mistake("a reward that raises, always", NEVER_RIGHT, 3,
+            ("last error of generator-0: group", "completions: error (prompt", "ValueError: on")),
+    Mistake("a reward that hangs, always", NEVER_RIGHT, 3, ("no reward within 0.2 s",)),
+    Mistake("a reward that is no number, always", NEVER_RIGHT, 3,
+            ("returned nan, which is not finite",)),
+    Mistake("no group is ever trained", NEVER_RIGHT, 3,
+            (NO_GROUPS, "do generators run, and do groups finish?", "last error   generator-0")),
+    Mistake("an engine that answers lists of the wrong length", "run @ engine.urls=[$]", 3,
+            ("last error of generator-0: group", "log-probs, completion_tokens", NO_GROUPS)),
+    Mistake("an engine whose log-probs are no numbers", "run @ engine.urls=[$]", 3,
+            ("last error of generator-0: group", "refused: the log-prob at", "is None", NO_GROUPS)),
+]  # fmt: skip
+
+EVERYTHING = [*CONFIGURATION, *MODEL_AND_TASK, *PEERS, *BESIDE_A_SERVER, *IN_A_RUN]
 
 
 def table(mistakes: list[Mistake]) -> list[str]:
     """Rows of a page."""
     lines = ["| mistake | command | exit | message |", "|---|---|---|---|"]
     for mistake in mistakes:
-        command = mistake.command.replace("@", "CONFIG").replace("%/", "").replace("$", "ADDRESS")
+        command = mistake.command.replace("@", "CONFIG").replace("%/", "")
+        command = command.replace("=$", "=ADDRESS").replace("[$]", "[URL]")
         says = " ... ".join(mistake.says).replace("|", "\\|")
         lines.append(f"| {mistake.what} | `{command}` | {mistake.code} | {says} |")
     return lines
@@ -173,6 +209,7 @@ def page(text: str) -> str:
     lines = [MARK, "", "### Configuration", "", *table(CONFIGURATION)]
     lines += ["", "### Model, task, reward", "", *table(MODEL_AND_TASK)]
     lines += ["", "### Peers", "", *table(PEERS), *table(BESIDE_A_SERVER)[2:]]
+    lines += ["", "### In a run", "", *table(IN_A_RUN)]
     return head + "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,9 @@
 """Every mistake of the table, made from the shell: told, with exit code, without traceback."""
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.engine_api import Path as Route
 from tests.e2e.mistakes import (
     BESIDE_A_SERVER,
@@ -48,6 +51,7 @@ class Shell:
     """A folder of wrong and right files."""
 
     root: Path
+    model: Path
 
     @property
     def config(self) -> Path:
@@ -86,10 +90,20 @@ def shell(tmp_path_factory: pytest.TempPathFactory, toy_model: Path) -> Shell:
     (root / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
     (root / "raises.py").write_text("raise ValueError('on purpose')\n")
     (root / "hollow").mkdir()
+    shutil.copytree(toy_model, root / "cut_off")
+    (root / "cut_off" / "model.safetensors").write_bytes(b"half a file")
+    shutil.copytree(toy_model, root / "too_few")
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    model = json.loads((toy_model / "config.json").read_text())
+    (root / "too_few" / "config.json").write_text(json.dumps(model | layers))
     (root / "no_tokenizer").mkdir()
     (root / "no_tokenizer" / "config.json").write_text("{}")
     (root / "no_tokenizer" / "model.safetensors").write_bytes(b"")
-    return Shell(root)
+    old = root / "old"
+    old.mkdir()
+    (old / "config.yaml").write_text(text.replace(f"{root}/run", str(old)))
+    (old / "ledger.jsonl").write_text("")
+    return Shell(root, toy_model)
 
 
 @dataclass
@@ -181,19 +195,53 @@ def test_two_trainers_on_one_run(shell: Shell, server: Server) -> None:
         first.wait(20)
 
 
+async def generator_beside(shell: Shell, server: Server, engine: FakeEngine) -> str:
+    """A generator that gives up `engine`; what it says."""
+    command = f"generator @ --name g replay.address=$ engine.urls=[{engine.url}]"
+    process = await asyncio.create_subprocess_exec(
+        *shell.arguments(command, server.address), stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(60):
+        _, stderr = await process.communicate()
+    text = stderr.decode()
+    assert "Traceback" not in text
+    assert process.returncode == 3, text
+    assert "in vain for an engine to answer" in text
+    return text
+
+
 async def test_an_engine_that_answers_500(shell: Shell, server: Server) -> None:
     async with FakeEngine() as engine:
         engine.fail_next(Route.SERVER_INFO, Fault.STATUS_500, times=100_000)
-        command = f"generator @ --name g500 replay.address=$ engine.urls=[{engine.url}]"
+        assert "HTTP 500" in await generator_beside(shell, server, engine)
+
+
+async def test_an_engine_with_the_model_of_another_vocabulary(shell: Shell, server: Server) -> None:
+    async with FakeEngine(vocab_size=640) as engine:
+        text = await generator_beside(shell, server, engine)
+        assert f"{engine.url} serves a model of 640 token ids, but the policy has" in text
+        assert "start the server with the policy's model" in text
+        assert not engine.num_calls(Route.BEGIN_UPDATE)
+
+
+async def test_an_engine_that_asks_for_a_key(shell: Shell, server: Server) -> None:
+    async with FakeEngine(keys=EngineKeys(api="a secret")) as engine:
+        assert "HTTP 401" in await generator_beside(shell, server, engine)
+
+
+async def test_an_engine_without_room_for_the_prompts(shell: Shell, server: Server) -> None:
+    vocab_size = json.loads((shell.model / "config.json").read_text())["vocab_size"]
+    async with FakeEngine(vocab_size=vocab_size, context_length=9) as engine:
+        command = f"generator @ --name g replay.address=$ engine.urls=[{engine.url}]"
         process = await asyncio.create_subprocess_exec(
             *shell.arguments(command, server.address), stderr=asyncio.subprocess.PIPE
         )
         async with asyncio.timeout(60):
             _, stderr = await process.communicate()
     text = stderr.decode()
-    assert process.returncode == 3, text
-    assert "in vain for an engine to answer" in text
-    assert "HTTP 500" in text
+    assert process.returncode == 2, text
+    assert "(9) is below the" in text
+    assert "raise it, or shorten prompts or completions" in text
     assert "Traceback" not in text
 
 
