@@ -44,6 +44,9 @@ class TrainerSection:
     """CPU threads of one rank."""
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
+    self_test: bool = True
+    """At the start, before anything is trained, refuse a model whose packed sequences see each
+    other, or whose head is more than a linear map. Four forwards of a dozen tokens."""
     checkpoint_every: int = 50
     """Train steps between checkpoints; 0: only at the end. A clean stop always writes one."""
     keep_checkpoints: int = 2

@@ -128,7 +128,8 @@ def _load(config: Config) -> _Trainer:
     device = resolve_device(config.trainer.device)
     chunk = config.trainer.logprob_chunk_tokens
     policy = load_policy(config.policy, device, chunk_tokens=chunk)
-    check_model(policy, seed=config.run.seed)
+    if config.trainer.self_test:
+        check_model(policy, seed=config.run.seed)
     reference = None
     if config.algorithm.kl_coef > 0:
         reference = load_policy(config.policy, device, chunk_tokens=chunk, trainable=False)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from async_grpo.config.alarms import AlarmAction, AlarmsSection
 from async_grpo.config.policy import PolicySection
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.staleness import StalenessSection
-from async_grpo.errors import ConfigError, NumericsError, PeerLost
+from async_grpo.errors import ConfigError, NumericsError, PeerError, PeerLost
 from async_grpo.replay.server import ReplayServer
 from async_grpo.roles import trainer
 from async_grpo.training.feed import LoopThread
@@ -90,6 +91,26 @@ def test_more_than_one_rank_is_refused(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="2 trainer ranks"):
         trainer.main(at_address(config, "tcp://127.0.0.1:1"))
+
+
+def test_a_model_that_fails_the_self_test_is_refused_unless_that_is_switched_off(config, tmp_path):
+    scaled = GraniteConfig(
+        vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, logits_scaling=0.01,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    GraniteForCausalLM(scaled).save_pretrained(tmp_path / "scaled")
+    nobody = at_address(config, f"ipc://{tmp_path}/nobody")
+    nobody = replace(
+        nobody,
+        policy=PolicySection(model=str(tmp_path / "scaled")),
+        run=replace(nobody.run, no_progress_timeout_s=0.5),
+    )
+    with pytest.raises(ConfigError, match="more than a linear map"):
+        trainer.main(nobody)
+    unchecked = replace(nobody, trainer=replace(nobody.trainer, self_test=False))
+    with pytest.raises(PeerError, match="nobody"):
+        trainer.main(unchecked)
 
 
 def test_no_generator_ends_the_run_by_the_progress_deadline(config, loop, box):
