@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from async_grpo.config.schema import Config
 from async_grpo.engine.admission import Limits
@@ -36,7 +35,6 @@ def load_model(config: Config) -> LoadedModel:
     Raises:
         ConfigError: the model cannot be loaded, or the context length does not fit it.
     """
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
     path = config.policy.model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = load_pretrained(path, getattr(torch, config.policy.dtype.value))

@@ -186,7 +186,7 @@ def _check(args: argparse.Namespace) -> ExitCode:
     config = _load(args)
     from async_grpo.launch.check import describe
 
-    print(describe(config), end="")
+    _print(describe(config).rstrip("\n"))
     return ExitCode.OK
 
 
@@ -203,7 +203,7 @@ def _doctor(args: argparse.Namespace) -> ExitCode:
     from async_grpo.doctor.runner import run_doctor
 
     report = run_doctor(config, [args.config, *args.overrides])
-    print(json.dumps(report.to_json()) if args.json else report.to_text())
+    _print(json.dumps(report.to_json()) if args.json else report.to_text())
     return report.exit_code
 
 
@@ -220,14 +220,14 @@ def _audit(args: argparse.Namespace) -> ExitCode:
     from async_grpo.analysis.audit import audit
 
     report = audit(args.run_dir)
-    print(json.dumps(report.to_json()) if args.json else report.to_text())
+    _print(json.dumps(report.to_json()) if args.json else report.to_text())
     return ExitCode.OK if report.ok else ExitCode.OTHER
 
 
 def _samples(args: argparse.Namespace) -> ExitCode:
     from async_grpo.analysis.samples import format_samples, read_samples
 
-    print(format_samples(read_samples(args.run_dir, step=args.step, last=args.last)))
+    _print(format_samples(read_samples(args.run_dir, step=args.step, last=args.last)))
     return ExitCode.OK
 
 
@@ -238,6 +238,14 @@ def _export(args: argparse.Namespace) -> ExitCode:
     source = export(args.run_dir, args.out)
     print(f"wrote {args.out} from {source}")
     return ExitCode.OK
+
+
+def _print(text: str) -> None:
+    """What was asked for; a reader that has seen enough (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _load(args: argparse.Namespace) -> "Config":

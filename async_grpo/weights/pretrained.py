@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from async_grpo.errors import ConfigError
 
@@ -29,6 +30,7 @@ def load_pretrained(path: str, dtype: torch.dtype, **options: Any) -> Any:
     Raises:
         ConfigError: it cannot be loaded, or its files lack weights that the model needs.
     """
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
     try:
         config = AutoConfig.from_pretrained(path)
         for name in _DROPOUTS:

@@ -1,6 +1,7 @@
 """The command line: what it imports, how it parses, and what its exit codes say."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -46,6 +47,15 @@ def test_check_imports_no_torch(config_path: Path) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=50)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(config_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    args = [sys.executable, "-m", "async_grpo", "check", str(config_path)]
+    with os.fdopen(writer, "wb") as stdout:
+        done = subprocess.run(args, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("command", ["run", "replay", "generator", "trainer", "engine", "check"])
