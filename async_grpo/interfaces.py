@@ -4,7 +4,7 @@ Coroutines run on the caller's event loop. Every call has a deadline and raises 
 `errors` past it. No torch here; tensors appear in annotations only.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.engine_api import (
@@ -23,9 +23,7 @@ from async_grpo.replay_api.publishing import AnnounceReply, WaitCellReply
 from async_grpo.replay_api.trainer import DrawReply, StartTrainerReply
 from async_grpo.replay_parts import (
     BucketSpec,
-    Cell,
     CellPhase,
-    Dataset,
     EndStats,
     EngineStatus,
     EvalResult,
@@ -368,8 +366,3 @@ class BroadcastGroup(Protocol):
     def close(self) -> None:
         """Leave the group."""
         ...
-
-
-OpenBroadcastGroup = Callable[[Cell], BroadcastGroup]
-DatasetOf = Callable[[Task], Dataset]
-OnCommitted = Callable[[WeightsName], Awaitable[None]]

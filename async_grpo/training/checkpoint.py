@@ -136,11 +136,14 @@ def load_checkpoint(path: Path, weights: PolicyWeights, step: TrainStep) -> Chec
 
 def _read(path: Path) -> _File:
     try:
-        return msgspec.json.decode((path / STATE).read_bytes(), type=_File)
+        file = msgspec.json.decode((path / STATE).read_bytes(), type=_File)
+        if file.format_version != FORMAT_VERSION:
+            raise msgspec.ValidationError(f"it is of format {file.format_version}")
     except msgspec.MsgspecError as error:
         raise ConfigError(
             f"{path / STATE} is not of checkpoint format {FORMAT_VERSION}: {error}"
         ) from error
+    return file
 
 
 def _plain(tensors: Any) -> dict[str, Tensor]:

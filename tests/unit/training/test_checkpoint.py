@@ -188,6 +188,11 @@ def test_tensors_of_another_model_are_refused(tmp_path):
 
 
 def test_a_state_of_another_format_is_refused(tmp_path: Path):
-    (tmp_path / STATE).write_text('{"format_version": 1, "surprise": 3}')
-    with pytest.raises(ConfigError, match="checkpoint format 1"):
-        read_state(tmp_path)
+    trainer = Trainer()
+    trainer.train(0, 1)
+    save_checkpoint(tmp_path, state(1), trainer.weights, trainer.step)
+    written = json.loads((tmp_path / STATE).read_text())
+    for other in ({"format_version": 1, "surprise": 3}, written | {"format_version": 2}):
+        (tmp_path / STATE).write_text(json.dumps(other))
+        with pytest.raises(ConfigError, match="not of checkpoint format 1"):
+            read_state(tmp_path)
