@@ -53,7 +53,10 @@ def check_tokenizer(config: Config, model: PolicyModel) -> tuple[Finding, FastTo
             None,
         )
     ends = _end_ids(tokenizer, model)
-    problem = _disagreement(tokenizer, config, ends)
+    try:
+        problem = _disagreement(tokenizer, config, ends)
+    except ConfigError as error:
+        problem = (str(error), "mend the template, or set task.chat_template=false")
     if problem:
         return fail(check, *problem), tokenizer
     figure = (
@@ -76,7 +79,11 @@ def _end_ids(tokenizer: FastTokenizer, model: PolicyModel) -> set[int]:
 def _disagreement(
     tokenizer: FastTokenizer, config: Config, ends: set[int]
 ) -> tuple[str, str] | None:
-    """(what is wrong, what to do)."""
+    """(what is wrong, what to do).
+
+    Raises:
+        ConfigError: there is no chat template, or it fails.
+    """
     if not ends:
         return (
             "neither the tokenizer nor the model names an end token",
@@ -93,8 +100,8 @@ def _disagreement(
             )
     if not config.task.chat_template:
         return None
-    rendered = theirs.apply_chat_template(_CHAT, tokenize=False, add_generation_prompt=True)
-    if rendered != tokenizer.apply_chat_template(_CHAT, add_generation_prompt=True):
+    ours = tokenizer.apply_chat_template(_CHAT, add_generation_prompt=True)
+    if ours != theirs.apply_chat_template(_CHAT, tokenize=False, add_generation_prompt=True):
         return (
             "transformers makes another text of the chat template",
             "report it with the template; or set task.chat_template=false",
