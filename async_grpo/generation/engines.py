@@ -36,6 +36,7 @@ class Engine:
         checksum: of the committed weights.
         recompute_cost: what retractions have cost on it.
         updated_s: when its last update ended, by the driver's clock.
+        update_failed: an update left weights that nobody knows, and ended this life.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Engine:
         self.checksum = ""
         self.recompute_cost = RecomputeCost()
         self.updated_s: float | None = None
+        self.update_failed = False
         self._kv_kept: OrderedDict[WeightsName, bool] = OrderedDict()
         self._on_change = on_change
         self._state = EngineState.SYNCING

@@ -49,12 +49,13 @@ class EngineSlot:
         section: deadlines and the budget of restarts.
         liveness_s: interval of /server_info.
         on_change: called when the status changes.
+        max_failed_updates: weight updates that may fail in a row; None: any number.
 
     Attributes:
         engine: the present life, or None between lives.
         last_error: why the newest life ended, in one line.
         last_words: the same, with the end of its log.
-        failed: the budget of restarts is used up.
+        failed: the budget of restarts, or of failed updates, is used up.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class EngineSlot:
         *,
         liveness_s: float,
         on_change: Callable[[], None],
+        max_failed_updates: int | None = None,
     ) -> None:
         self._name = name
         self._start = start
@@ -73,6 +75,8 @@ class EngineSlot:
         self._section = section
         self._liveness_s = liveness_s
         self._on_change = on_change
+        self._max_failed_updates = max_failed_updates
+        self._num_failed_updates = 0
         # a restarted generator must not repeat the ids of the one before it
         self._process_token = secrets.token_hex(3)
         self._next_id = self._id(1)
@@ -111,7 +115,7 @@ class EngineSlot:
             logger.warning("engine %s", self.last_words)
             if served:
                 backoff_s = FIRST_BACKOFF_S
-            if owned and num_restarts >= self._section.max_restarts:
+            if (owned and num_restarts >= self._section.max_restarts) or self._is_hopeless:
                 self._between = EngineState.DEAD
                 self.failed = True
                 self._on_change()
@@ -122,6 +126,18 @@ class EngineSlot:
             self._on_change()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """So many updates in a row have failed that another life would not help."""
+        limit = self._max_failed_updates
+        return limit is not None and self._num_failed_updates >= limit
+
+    def _count_updates(self, engine: Engine) -> None:
+        """At the end of a life: a commit in it ends the row of failures before."""
+        if engine.weights is not None:
+            self._num_failed_updates = 0
+        self._num_failed_updates += engine.update_failed
 
     async def _live(self, engine_id: str) -> tuple[bool, str, bool]:
         """One life: (is the process ours, why it ended, whether it ever served)."""
@@ -143,6 +159,7 @@ class EngineSlot:
             if self.engine is not None:
                 self.engine.condemn("the engine ended")
                 self._left_group = self.engine.update_group
+                self._count_updates(self.engine)
             self.engine = None
             # first the connections: whatever waits for an answer is sampled elsewhere at once
             await client.close()

@@ -18,7 +18,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from async_grpo.engine_api import PauseMode
 from async_grpo.errors import GenerationError, RemoteError, WeightSyncError
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.update_modes import choose_mode, kv_tokens
+from async_grpo.generation.update_under_way import Key, Laps, NotSent, Update
 from async_grpo.interfaces import Clock, UpdateReports
 from async_grpo.replay_parts import CellPhase, Rendezvous, UpdateOrder, UpdateReport
 from async_grpo.weights.fetch import WeightFetcher
@@ -35,17 +35,11 @@ from async_grpo.weights.receiver import WeightReceiver, was_refused
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[int, int]
-"""(publish_sequence, cell_id)"""
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 ABORT_GRACE_S = 5.0
 """After an abort, for an engine that waits in a collective to notice by itself and answer: then it
 is known what it holds. A dead trainer's sockets tell it at once; nccl tells it nothing."""
-
-
-class _NotSent(Exception):  # noqa: N818 -- an outcome: the engine keeps its weights
-    """The update ended before anything was sent."""
 
 
 class WeightDriver:
@@ -115,13 +109,14 @@ class WeightDriver:
                 else:
                     await self._take_buckets(update)
                 report = await self._prove(update)
-            except _NotSent as end:
+            except NotSent as end:
                 engine.keep_weights()
                 await self._report(key, engine.engine_id, CellPhase.FAILED, str(end))
                 return
             except WeightSyncError as error:
                 self.last_error = str(error)
                 logger.warning("%s", error)
+                engine.update_failed = True
                 engine.condemn(str(error))
                 await self._report(key, engine.engine_id, CellPhase.FAILED, str(error))
                 return
@@ -133,11 +128,11 @@ class WeightDriver:
         logger.info("engine %s serves %s (%s)", engine.engine_id, order.weights, update.mode.value)
         await self._report(key, engine.engine_id, CellPhase.COMMITTED, "", report)
 
-    async def _prepare(self, engine: Engine, order: UpdateOrder, rank: int) -> "_Update":
+    async def _prepare(self, engine: Engine, order: UpdateOrder, rank: int) -> Update:
         """What can be done while requests go on; then no more are sent to the engine.
 
         Raises:
-            _NotSent: there are no files to load.
+            NotSent: there are no files to load.
             WeightSyncError: the server does not have these tensors.
         """
         directory = None
@@ -146,9 +141,9 @@ class WeightDriver:
                 directory = await self._fetcher.get(order.weights, order.files)
             except WeightSyncError as error:
                 logger.warning("%s", error)
-                raise _NotSent(str(error)) from error
+                raise NotSent(str(error)) from error
             if problem := self._given_up((order.publish_sequence, order.cell_id)):
-                raise _NotSent(problem)
+                raise NotSent(problem)
         num_tokens = await self._num_kv_tokens(engine)
         mode = self._choose_mode(engine, num_tokens)
         receiver = WeightReceiver(
@@ -161,7 +156,7 @@ class WeightDriver:
         )
         await self._check_names_once(engine, order, receiver)
         engine.begin_update()
-        return _Update(engine, order, receiver, mode, num_tokens, directory, _Laps(self._clock))
+        return Update(engine, order, receiver, mode, num_tokens, directory, Laps(self._clock))
 
     async def _check_names_once(
         self, engine: Engine, order: UpdateOrder, receiver: WeightReceiver
@@ -191,18 +186,18 @@ class WeightDriver:
             interval_s=None if engine.updated_s is None else self._clock() - engine.updated_s,
         )
 
-    async def _load_files(self, update: "_Update", directory: Path) -> None:
+    async def _load_files(self, update: Update, directory: Path) -> None:
         """Everything between the pause and the proof, from files."""
         await update.receiver.begin()
         update.laps.lap("begin")
         await update.receiver.load(directory)
         update.laps.lap("receive")
 
-    async def _take_buckets(self, update: "_Update") -> None:
+    async def _take_buckets(self, update: Update) -> None:
         """Everything between the pause and the proof, from the update group.
 
         Raises:
-            _NotSent: nothing was sent.
+            NotSent: nothing was sent.
             WeightSyncError: the engine cannot go on.
         """
         engine, receiver, key = update.engine, update.receiver, update.key
@@ -211,7 +206,7 @@ class WeightDriver:
         update.laps.lap("begin")
         if problem := await self._wait_go(engine, key):
             await receiver.abandon()
-            raise _NotSent(problem)
+            raise NotSent(problem)
         update.laps.lap("go")
         rendezvous = self._orders[key].rendezvous
         assert rendezvous is not None, "an order that says go has a rendezvous"
@@ -219,7 +214,7 @@ class WeightDriver:
         await self._unless_aborted(update, receiver.receive(rendezvous))
         update.laps.lap("receive")
 
-    async def _join(self, update: "_Update", rendezvous: Rendezvous) -> None:
+    async def _join(self, update: Update, rendezvous: Rendezvous) -> None:
         """Meet the cell; when it does not come together, the engine is as it was."""
         engine, receiver = update.engine, update.receiver
         previous_group, engine.update_group = engine.update_group, rendezvous.group_name
@@ -230,9 +225,9 @@ class WeightDriver:
                 raise  # it may still wait in the rendezvous
             engine.update_group = ""
             await receiver.abandon()
-            raise _NotSent(str(error)) from error
+            raise NotSent(str(error)) from error
 
-    async def _prove(self, update: "_Update") -> UpdateReport:
+    async def _prove(self, update: Update) -> UpdateReport:
         """Until the probe has passed."""
         engine, receiver, laps = update.engine, update.receiver, update.laps
         received = await receiver.finish()
@@ -273,7 +268,7 @@ class WeightDriver:
         order = self._orders.get(key)
         return "the order disappeared" if order is None else order.aborted
 
-    async def _unless_aborted(self, update: "_Update", work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_aborted(self, update: Update, work: Coroutine[Any, Any, None]) -> None:
         """`work`; after an abort it has `ABORT_GRACE_S` to end by itself."""
         key = update.key
         receiving = asyncio.create_task(work)
@@ -330,35 +325,3 @@ class WeightDriver:
             await self._replay.report_phase(*key, engine_id, phase, detail, report)
         except RemoteError as error:
             logger.warning("report %s of engine %s: %s", phase.value, engine_id, error)
-
-
-class _Laps:
-    """Seconds of the parts of one update, which follow each other."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._last = clock, clock()
-        self.seconds: dict[str, float] = {}
-
-    def lap(self, part: str) -> None:
-        """`part` ends now."""
-        now = self._clock()
-        self.seconds[part], self._last = now - self._last, now
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """One engine's update under way."""
-
-    engine: Engine
-    order: UpdateOrder
-    receiver: WeightReceiver
-    mode: PauseMode
-    num_kv_tokens: int | None
-    directory: Path | None
-    """with files to load; None: buckets will come"""
-    laps: _Laps
-
-    @property
-    def key(self) -> Key:
-        """Of the order."""
-        return (self.order.publish_sequence, self.order.cell_id)

@@ -119,6 +119,7 @@ class Generator:
                 config.engine,
                 liveness_s=config.replay.heartbeat_s,
                 on_change=self._on_engine_change,
+                max_failed_updates=config.weights.max_failures,
             )
             for index, start in enumerate(start_engines)
         ]
@@ -204,7 +205,8 @@ class Generator:
         await slot.run()
         if all(other.failed for other in self._slots):
             raise GenerationError(
-                f"no engine is left, engine.max_restarts are used up; {slot.last_words}",
+                "no engine is left, engine.max_restarts or weights.max_failures are used up; "
+                f"{slot.last_words}",
                 retryable=False,
             )
 

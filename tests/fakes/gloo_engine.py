@@ -251,6 +251,7 @@ class GlooProcess:
         self.url = ""
         self._pipe, theirs = _context.Pipe()
         self._theirs = theirs
+        self._ended = asyncio.Event()
 
     @classmethod
     async def start(
@@ -263,6 +264,13 @@ class GlooProcess:
         await asyncio.to_thread(self._process.start)
         self._theirs.close()
         self.url = await asyncio.to_thread(self._pipe.recv)
+        loop, sentinel = asyncio.get_running_loop(), self._process.sentinel
+
+        def has_ended() -> None:
+            loop.remove_reader(sentinel)
+            self._ended.set()
+
+        loop.add_reader(sentinel, has_ended)
         return self
 
     @property
@@ -307,13 +315,7 @@ class GlooProcess:
         self._process.close()
 
     async def wait(self) -> str:
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._process.sentinel, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(self._process.sentinel)
+        await self._ended.wait()
         return "the process ended"
 
     async def kill(self) -> None:

@@ -1,0 +1,110 @@
+"""The failure matrix of weight sync: phase x mishap x owned or attached, over real gloo.
+
+Two engines, a cell each. Whatever becomes of one, the other commits and serves; the trainer goes
+on; and the one that failed is brought back to the current weights: a process of its own is killed
+and started again, somebody else's is quarantined until it answers.
+"""
+
+import pytest
+
+from async_grpo.engine_api import Path as Route
+from async_grpo.replay_parts import EngineState
+from tests.fakes.fake_engine import Fault
+from tests.fakes.gloo_engine import Mishap
+from tests.fakes.gloo_world import GlooWorld
+
+pytestmark = pytest.mark.timeout(120)  # a dozen processes on a busy machine
+
+PHASES = {
+    "pause": (Route.PAUSE, 0),
+    "begin": (Route.BEGIN_UPDATE, 0),
+    "init_group": (Route.INIT_GROUP, 0),
+    "bucket 0": (Route.UPDATE_FROM_DISTRIBUTED, 0),
+    "bucket 1": (Route.UPDATE_FROM_DISTRIBUTED, 1),
+    "end": (Route.END_UPDATE, 0),
+    "flush": (Route.FLUSH_CACHE, 0),
+    "version": (Route.MODEL_INFO, 0),
+    "checksum": (Route.WEIGHTS_CHECKER, 0),
+    "resume": (Route.CONTINUE, 0),
+    "probe": (Route.GENERATE, 0),
+}
+REFUSALS_THAT_COST_NOTHING = {"flush"}
+"""Cached KV stays, and the segments say so."""
+KEPT_ITS_WEIGHTS = {("init_group", Fault.REFUSE)}
+"""The cell could not meet, nothing was sent, and the engine answers: it goes on as it was."""
+REPEATED = {"end", "version", "checksum", "resume"}
+"""Calls that the client sends again by itself after a failure that may pass."""
+CASES = [
+    (phase, mishap)
+    for phase in PHASES
+    for mishap in (Fault.REFUSE, Fault.HANG, Mishap.DIE_BEFORE, Mishap.DIE_AFTER)
+    if (phase, mishap) != ("flush", Fault.REFUSE)
+] + [
+    ("bucket 0", Mishap.DIE_DURING),
+    ("bucket 1", Mishap.DIE_DURING),
+    ("bucket 1", Mishap.WRONG_SHAPE),
+    ("bucket 0", Mishap.FREEZE),
+]
+DEADLY = set(Mishap) - {Mishap.FREEZE, Mishap.WRONG_SHAPE}
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["owned", "attached"])
+@pytest.mark.parametrize(("phase", "mishap"), CASES)
+async def test_a_failure_costs_one_cell(tmp_path, phase, mishap, owned):
+    stuck = mishap in (Fault.HANG, Mishap.FREEZE)
+    deadlines = {"timeout_s": 2.0, "control_timeout_s": 1.5} if stuck else {}
+    async with GlooWorld(tmp_path, owned=owned, **deadlines).whole() as world:
+        first = world.incarnation
+        assert (await world.publish(0)).failures == []
+        await world.until(lambda: world.serves(0))
+        healthy, victim = (world.status(slot).engine_id for slot in (0, 1))
+        process = world.slots[1]
+        route, skip = PHASES[phase]
+        if phase == "init_group":  # only a group that is built anew has this phase
+            world.publisher._transports["broadcast"].keep_only([])
+        process.plan(route, mishap, skip=skip)
+
+        result = await world.publish(1)
+        (failure,) = result.failures
+        assert victim in failure
+        assert healthy not in failure
+        assert len(result.reports) == 1
+        assert result.alarms == []
+        await world.until(lambda: str(world.status(0).weights) == f"{first}.1")
+        assert world.status(0).engine_id == healthy
+
+        if not owned and mishap in DEADLY:
+            process.destroy()
+            await world.new_process(1, port=process.port)
+        if not owned and mishap is Mishap.FREEZE:
+            process.thaw()
+        if not owned and mishap is Mishap.WRONG_SHAPE:
+            process.plan(route, "right_shape")
+        kept = (phase, mishap) in KEPT_ITS_WEIGHTS
+        if not kept:
+            await world.until(lambda: world.status(1).wants_sync)
+        assert (world.status(1).engine_id == victim) == kept
+        assert len(world.processes) == (2 if kept or (not owned and mishap not in DEADLY) else 3)
+        assert process.alive != (mishap in DEADLY or (owned and not kept))
+
+        assert (await world.serve_wishes()).failures == []
+        await world.until(lambda: world.serves(1))
+        assert (await world.publish(2)).failures == []
+        await world.until(lambda: world.serves(2))
+        assert world.status(0).engine_id == healthy
+
+
+async def test_an_engine_whose_updates_always_fail_is_dead(tmp_path):
+    world = GlooWorld(tmp_path, owned=False, weights={"max_failures": 2})
+    async with world.whole():
+        world.slots[1].plan(Route.UPDATE_FROM_DISTRIBUTED, Mishap.WRONG_SHAPE)
+        lives = {world.status(1).engine_id}
+        assert len((await world.publish(0)).failures) == 1
+        await world.until(lambda: world.status(1).wants_sync)
+        lives.add(world.status(1).engine_id)
+        assert len((await world.serve_wishes()).failures) == 1
+        await world.until(lambda: world.status(1).state is EngineState.DEAD)
+        assert len(lives) == 2
+        result = await world.publish(1)
+        assert (result.failures, result.num_cells) == ([], 1)
+        assert str(world.status(0).weights) == "1.1"
