@@ -21,6 +21,7 @@ from async_grpo.engine_api import (
     InitGroupRequest,
     Load,
     LoadsReply,
+    MetaInfo,
     ModelInfo,
     ModelsReply,
     Path,
@@ -81,7 +82,10 @@ class HttpEngineClient:
         """
         self._check_ids(request.input_ids)
         body = await self._http.call("POST", Path.GENERATE, request, timeout_s)
-        return self._http.decoded(GenerateReply, body, Path.GENERATE)
+        reply = self._http.decoded(GenerateReply, body, Path.GENERATE)
+        assert self._vocab_size is not None, "checked with the ids"
+        _name_last_id(reply.meta_info, request.input_ids, self._vocab_size - 1)
+        return reply
 
     async def abort(self, rid: str) -> None:
         """End a request early; it then returns its partial output. Unknown ids are no error."""
@@ -306,3 +310,13 @@ class HttpEngineClient:
     async def _repeat(self, method: str, path: Path, request: Any) -> bytes:
         """A control call that may arrive twice."""
         return await self._http.repeat(method, path, request, self._control_timeout_s)
+
+
+def _name_last_id(meta: MetaInfo, token_ids: Sequence[int], last_id: int) -> None:
+    """SGLang calls the last id of its vocabulary 0 among a prompt's log-probs, which are right."""
+    pairs = meta.input_token_logprobs
+    if len(pairs) == len(token_ids) and last_id in token_ids:
+        meta.input_token_logprobs = [
+            (logprob, last_id if (sent, named) == (last_id, 0) else named, text)
+            for sent, (logprob, named, text) in zip(token_ids, pairs, strict=True)
+        ]

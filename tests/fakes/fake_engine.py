@@ -47,8 +47,10 @@ from async_grpo.engine_api import (
     UpdateVersionRequest,
     WeightVersionSpan,
 )
+from async_grpo.replay_parts import Probe
 
 EOS = 1
+PROBE_IDS = [3, 4, 5, 6]
 
 
 def fake_logprob(weights: str, position: int, token_id: int) -> float:
@@ -60,6 +62,12 @@ def fake_logprob(weights: str, position: int, token_id: int) -> float:
 def fake_prompt_logprobs(weights: str, token_ids: list[int]) -> list[float]:
     """[len - 1] log-probs of ids 1.. : what a trainer's probe of these weights would hold."""
     return [fake_logprob(weights, i, token_ids[i]) for i in range(1, len(token_ids))]
+
+
+def fake_probe(weights: str) -> Probe:
+    """The trainer's probe of these weights."""
+    logprobs = fake_prompt_logprobs(weights, PROBE_IDS)
+    return Probe(token_ids=PROBE_IDS, logprobs=logprobs, tolerance=1e-6)
 
 
 class Fault(StrEnum):
@@ -481,7 +489,7 @@ class FakeEngine:
         prompt_logprobs: list[tuple[float | None, int, str | None]] = []
         if request.return_logprob and request.logprob_start_len == 0:
             known = [None, *fake_prompt_logprobs(self.loaded, ids)]
-            prompt_logprobs = [(known[i], token, None) for i, token in enumerate(ids)]
+            prompt_logprobs = [(known[i], self._named(id_), None) for i, id_ in enumerate(ids)]
         spans: list[WeightVersionSpan] = []
         for position, version in enumerate(running.versions):
             if spans and spans[-1].version == version:
@@ -503,6 +511,10 @@ class FakeEngine:
             num_retractions=running.num_retractions,
         )
         return GenerateReply(output_ids=running.token_ids, meta_info=meta)
+
+    def _named(self, token_id: int) -> int:
+        """SGLang calls the last id 0 here; so that nobody forgets it, this one does too."""
+        return 0 if token_id == self._limits.vocab_size - 1 else token_id
 
     def _current_fault(self) -> Fault | None:
         return self._current.get(asyncio.current_task())

@@ -11,7 +11,7 @@ from async_grpo.engine_api import Path as Route
 from async_grpo.errors import GenerationError
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.update_modes import kv_tokens
-from tests.fakes.fake_engine import FakeEngine, Fault, Script
+from tests.fakes.fake_engine import FakeEngine, Fault, Script, fake_prompt_logprobs
 
 REQUEST = GenerateRequest(
     input_ids=[3, 4], sampling_params=SamplingParams(max_new_tokens=4), return_logprob=True
@@ -94,6 +94,20 @@ async def test_close_ends_calls_under_way():
         with pytest.raises(GenerationError, match="closed"):
             await client.model_info()
         await engine.until(lambda: not engine.running)
+
+
+async def test_the_last_id_of_the_vocabulary_has_its_name_among_a_prompts_log_probs():
+    """SGLang calls it 0: every probe that holds it would be refused."""
+    async with connected(vocab_size=64) as (engine, client):
+        ids = [0, 63, 5, 63, 0]
+        scoring = msgspec.structs.replace(REQUEST, input_ids=ids, logprob_start_len=0)
+        pairs = (await client.generate(scoring, timeout_s=2.0)).meta_info.input_token_logprobs
+        assert [token_id for _, token_id, _ in pairs] == ids
+        assert [logprob for logprob, *_ in pairs[1:]] == fake_prompt_logprobs("default", ids)
+        # what is another id by mistake stays one
+        engine._named = lambda token_id: 7
+        pairs = (await client.generate(scoring, timeout_s=2.0)).meta_info.input_token_logprobs
+        assert [token_id for _, token_id, _ in pairs] == [7] * 5
 
 
 @pytest.mark.parametrize("token_ids", [[3, 64], [-1, 3], []], ids=str)
