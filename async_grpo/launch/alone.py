@@ -6,11 +6,15 @@ Knows where things lie and what a model directory must hold; nothing of what a r
 import logging
 from pathlib import Path
 
+import msgspec
+
 from async_grpo.config.load import load_config, to_yaml
 from async_grpo.config.resume import resume_problems
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError
+from async_grpo.replay.core.records import EvalClaimed, Made, decode_record
+from async_grpo.replay.store import Ledger
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -41,6 +45,28 @@ def write_config(directory: RunDirectory, config: Config) -> None:
     partial.replace(directory.config)
 
 
+def holds_run(directory: RunDirectory) -> bool:
+    """Whether a run goes on there, or has begun: a ticket was made.
+
+    What a start left that came to nothing is no run: the next one may have other settings.
+    """
+    if not directory.ledger.exists():
+        return False
+    if Ledger.is_in_use(directory.ledger):
+        return True
+    with directory.ledger.open("rb") as lines:
+        try:
+            return any(isinstance(decode_record(line), Made | EvalClaimed) for line in lines)
+        except msgspec.MsgspecError:
+            return True  # the replay server says what is wrong with it
+
+
+def forget_start(directory: RunDirectory) -> None:
+    """Remove what a start left that came to nothing."""
+    directory.ledger.unlink(missing_ok=True)
+    directory.steps.unlink(missing_ok=True)
+
+
 def continue_or_begin(config: Config) -> None:
     """The replay server's part: a run directory is of one run only.
 
@@ -52,7 +78,9 @@ def continue_or_begin(config: Config) -> None:
     directory = RunDirectory(Path(config.run.output_dir))
     make_directory(directory)
     problems: list[str] = []
-    if directory.ledger.exists() and directory.config.exists():
+    if not holds_run(directory):
+        forget_start(directory)
+    elif directory.config.exists():
         problems = resume_problems(load_config(directory.config), config)
     if problems:
         raise ConfigError(

@@ -12,7 +12,13 @@ from async_grpo.config.resume import resume_problems
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError, ExitCode
-from async_grpo.launch.alone import make_directory, require_model, write_config
+from async_grpo.launch.alone import (
+    forget_start,
+    holds_run,
+    make_directory,
+    require_model,
+    write_config,
+)
 from async_grpo.launch.prepare import needs_preparation
 from async_grpo.launch.processes import RoleCommand, adopt_orphans, end_orphans
 from async_grpo.launch.screen import Picture, Screen
@@ -118,9 +124,11 @@ def run_commands(config: Config, directory: RunDirectory) -> RunCommands:
 
 def take_directory(directory: RunDirectory, config: Config, *, resume: bool) -> None:
     """Make the run directory and write the resolved configuration; see `run`."""
-    if directory.ledger.exists() and resume:
+    if not holds_run(directory):
+        forget_start(directory)
+    elif resume:
         _require_resumable(directory, config)
-    elif directory.ledger.exists():
+    else:
         raise ConfigError(
             f"run.output_dir: {directory.root} already holds a run ({directory.ledger.name}); "
             "continue it with --resume, choose another run.output_dir, or remove the directory if "

@@ -8,6 +8,7 @@ from async_grpo.analysis.audit import AuditReport, audit
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ExitCode
+from async_grpo.launch.alone import holds_run
 from async_grpo.launch.status import read_metrics, utilization
 from async_grpo.launch.supervisor import Outcome
 from async_grpo.replay_parts import RoleStatus
@@ -43,9 +44,9 @@ def summarize(
     ]
     restarts = ", ".join(f"{name} {count}" for name, count in outcome.restarts.items())
     lines.append(f"  restarts     {restarts or 'none'}")
-    if not directory.ledger.exists():
-        lines.append("  audit        nothing to audit: the replay server wrote no ledger")
-        return Summary("\n".join(lines), audit_ok=False)
+    if not holds_run(directory):
+        lines.append("  audit        nothing to audit: no ticket was handed out")
+        return Summary("\n".join(lines), audit_ok=True)
     if outcome.code is ExitCode.INTERRUPTED:  # who presses Ctrl-C does not wait for a long proof
         lines.append(f"  audit        not made now: async-grpo audit {directory.root}")
         return Summary("\n".join(lines), audit_ok=True)

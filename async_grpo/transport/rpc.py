@@ -78,7 +78,10 @@ class RpcServer:
             router.bind(address)
         except zmq.ZMQError as error:
             self.close(linger_s=0)
-            raise ConfigError(f"replay.address: cannot bind {address}: {error.strerror}") from error
+            raise ConfigError(
+                f"replay.address: cannot bind {address}: {error.strerror}; choose another port "
+                "(`run` takes 0, for one that the system chooses)"
+            ) from error
         self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_malformed = 0
 

@@ -154,7 +154,7 @@ PEERS = [
 # With a replay server that runs at $ and whose run directory is %/run.
 BESIDE_A_SERVER = [
     Mistake("the address is in use", "replay @ run.output_dir=%/other replay.address=$", 2,
-            ("replay.address: cannot bind", "Address already in use")),
+            ("replay.address: cannot bind", "Address already in use", "; choose another port")),
     Mistake("two replay servers on one run", "replay @ replay.address=tcp://127.0.0.1:0", 1,
             ("is in use by another replay server: stop it, or give this run its own",)),
     Mistake("resuming a run that goes on", "run @ --resume", 2,

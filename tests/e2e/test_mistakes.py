@@ -16,6 +16,8 @@ import pytest
 
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.engine_api import Path as Route
+from async_grpo.replay.core.records import Made, encode_record
+from async_grpo.types import TicketKind
 from tests.e2e.mistakes import (
     BESIDE_A_SERVER,
     CONFIGURATION,
@@ -102,7 +104,9 @@ def shell(tmp_path_factory: pytest.TempPathFactory, toy_model: Path) -> Shell:
     old = root / "old"
     old.mkdir()
     (old / "config.yaml").write_text(text.replace(f"{root}/run", str(old)))
-    (old / "ledger.jsonl").write_text("")
+    (old / "ledger.jsonl").write_bytes(
+        encode_record(Made(group_id=0, prompt_index=0, kind=TicketKind.TRAIN)) + b"\n"
+    )
     return Shell(root, toy_model)
 
 

@@ -7,6 +7,9 @@ import time
 import pytest
 from real_run import RealRun
 
+from async_grpo.replay.core.records import Made, encode_record
+from async_grpo.types import TicketKind
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
@@ -67,7 +70,8 @@ def test_a_stopped_run_ends_within_ten_seconds(
 
 def test_a_used_run_directory_is_refused(real_run: RealRun) -> None:
     real_run.directory.root.mkdir()
-    real_run.directory.ledger.write_text("")
+    record = encode_record(Made(group_id=0, prompt_index=0, kind=TicketKind.TRAIN))
+    real_run.directory.ledger.write_bytes(record + b"\n")
     real_run.start(num_steps=1)
     assert real_run.finish(30) == 2
     assert "already holds a run" in real_run.output()

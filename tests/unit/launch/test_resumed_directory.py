@@ -9,7 +9,9 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError
 from async_grpo.launch.run import take_directory
+from async_grpo.replay.core.records import DatasetAgreed, Made, encode_record
 from async_grpo.replay.store import Ledger
+from async_grpo.types import TicketKind
 
 
 def used(path: Path) -> tuple[Config, RunDirectory]:
@@ -17,7 +19,9 @@ def used(path: Path) -> tuple[Config, RunDirectory]:
     config = load_config(path)
     directory = RunDirectory(Path(config.run.output_dir))
     take_directory(directory, config, resume=False)
-    directory.ledger.write_text("")
+    directory.ledger.write_bytes(
+        encode_record(Made(group_id=0, prompt_index=0, kind=TicketKind.TRAIN)) + b"\n"
+    )
     return config, directory
 
 
@@ -26,6 +30,24 @@ def test_a_used_directory_needs_resume(config_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume"):
         take_directory(directory, config, resume=False)
     take_directory(directory, config, resume=True)
+
+
+def test_a_start_that_came_to_nothing_is_forgotten(config_path: Path) -> None:
+    _, directory = used(config_path)
+    record = DatasetAgreed(fingerprint="of other data", num_prompts=3)
+    directory.ledger.write_bytes(encode_record(record) + b"\n")
+    other = load_config(config_path, ["run.seed=1"])
+    take_directory(directory, other, resume=False)
+    assert not directory.ledger.exists()
+    assert load_config(directory.config).run.seed == 1
+
+
+def test_a_ledger_that_cannot_be_read_is_kept(config_path: Path) -> None:
+    config, directory = used(config_path)
+    directory.ledger.write_text("not a record\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        take_directory(directory, config, resume=False)
+    assert directory.ledger.read_text() == "not a record\n"
 
 
 def test_resume_without_a_run_starts_one(config_path: Path) -> None:

@@ -9,6 +9,8 @@ from async_grpo.config.load import load_config
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.errors import ConfigError
 from async_grpo.launch.alone import continue_or_begin, log_to_file, make_directory, require_model
+from async_grpo.replay.core.records import Made, encode_record
+from async_grpo.types import TicketKind
 
 
 @pytest.fixture
@@ -27,7 +29,9 @@ def test_a_run_is_continued_as_it_was_and_refused_otherwise(config_path: Path) -
     continue_or_begin(config)
     assert load_config(directory.config) == config
     continue_or_begin(load_config(config_path, ["run.seed=1"]))  # nothing has been done yet
-    directory.ledger.write_text("")
+    directory.ledger.write_bytes(
+        encode_record(Made(group_id=0, prompt_index=0, kind=TicketKind.TRAIN)) + b"\n"
+    )
     continue_or_begin(load_config(config_path, ["run.seed=1", "replay.address=tcp://h:1"]))
     with pytest.raises(ConfigError, match=r"another configuration\nrun\.seed: .*1, now it is 0"):
         continue_or_begin(config)

@@ -14,9 +14,10 @@ from async_grpo.errors import ExitCode, PeerLost
 from async_grpo.launch.status import StatusLine, format_status, read_metrics, utilization
 from async_grpo.launch.summary import summarize
 from async_grpo.launch.supervisor import Outcome
+from async_grpo.replay.core.records import Made, encode_record
 from async_grpo.replay_api.peers import PeerView, StatsReply
 from async_grpo.replay_parts import Role, RoleStatus
-from async_grpo.types import DropReason
+from async_grpo.types import DropReason, TicketKind
 
 TRAINER = RoleStatus(
     state="working", seconds={"starting": 50.0, "working": 30.0, "waiting": 10.0}, metrics={}
@@ -151,7 +152,7 @@ async def test_what_goes_wrong_in_a_role_is_said_once(config: Config) -> None:
 def test_the_summary_of_a_run_that_never_began(config: Config) -> None:
     outcome = Outcome(ExitCode.PEER, "replay wrote no address within 60 s")
     summary = summarize(config, RunDirectory(Path(config.run.output_dir)), outcome, {})
-    assert not summary.audit_ok
+    assert summary.audit_ok, "nothing speaks against a SIGTERM before anything was done"
     assert "replay wrote no address" in summary.text
     assert "0 of 30" in summary.text
     assert "nothing to audit" in summary.text
@@ -187,7 +188,10 @@ def test_the_summary_tells_what_was_learned_and_that_the_books_do_not_balance(
         for step in range(30)
     ]  # fmt: skip
     directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    directory.ledger.write_text("")  # an empty ledger contradicts nothing but the missing witnesses
+    # one ticket contradicts nothing but the missing witnesses
+    directory.ledger.write_bytes(
+        encode_record(Made(group_id=0, prompt_index=0, kind=TicketKind.TRAIN)) + b"\n"
+    )
     outcome = Outcome(ExitCode.OK, "the trainer is done", restarts={"replay": 2})
     summary = summarize(config, directory, outcome, {"trainer": TRAINER, "g": GENERATOR})
     for part in (
