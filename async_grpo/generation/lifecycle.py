@@ -192,7 +192,8 @@ class EngineSlot:
                             f"(engine.start_timeout_s): {error}",
                             retryable=True,
                         ) from error
-                    self.last_error = f"{self._next_id}: {error}"
+                    before = f"; before: {why_last_ended}" if why_last_ended else ""
+                    self.last_error = f"{self._next_id}: {error}{before}"
                 await asyncio.wait([ended], timeout=READY_RETRY_S)
         finally:
             ended.cancel()

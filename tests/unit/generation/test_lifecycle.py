@@ -306,6 +306,16 @@ async def test_a_server_that_still_starts_is_waited_for(monkeypatch):
     await slot.end()
 
 
+async def test_what_is_waited_for_does_not_hide_why_the_life_before_ended(monkeypatch):
+    slot = Slot(monkeypatch)
+    engine = await slot.life(1)
+    slot.is_ready = False
+    engine.condemn("the probe failed")
+    await slot.until(lambda: "still starts; before: " in slot.slot.last_error)
+    assert slot.slot.last_error.endswith(f"{engine.engine_id}: the probe failed")
+    await slot.end()
+
+
 async def test_an_engine_that_is_not_ready_gets_no_requests(monkeypatch):
     slot = Slot(monkeypatch)
     engine = await slot.life(1)
