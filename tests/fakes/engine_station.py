@@ -92,15 +92,22 @@ class Station:
         await self.replay.phase_of(self._publish_sequence, "e", CellPhase.BEGUN)
         store, port = listen("127.0.0.1")
         name = f"station-{id(self)}-{self._publish_sequence}"
+        # too small a world would leave out a rank of the server, and the server would say 200
+        size = 1 + self.engine.info.tp_size
         meeting = Rendezvous(
-            group_name=name, host="127.0.0.1", port=port, world_size=2, backend="gloo", fresh=True
+            group_name=name,
+            host="127.0.0.1",
+            port=port,
+            world_size=size,
+            backend="gloo",
+            fresh=True,
         )
         self.driver.on_orders([msgspec.structs.replace(order, go=True, rendezvous=meeting)])
         flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors.values()])
 
         def send() -> None:
             group = join_group(
-                host="127.0.0.1", port=port, rank=0, world_size=2, group_name=name,
+                host="127.0.0.1", port=port, rank=0, world_size=size, group_name=name,
                 backend="gloo", timeout_s=30, store=store,
             )  # fmt: skip
             group.broadcast(flat)

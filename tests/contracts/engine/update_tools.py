@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,12 +26,16 @@ def reference_logprobs(
     return scaled.gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
-def gap(reply: dict[str, Any], model: PreTrainedModel, temperature: float = 1.0) -> torch.Tensor:
+def gap(
+    reply: dict[str, Any],
+    model: PreTrainedModel,
+    temperature: float = 1.0,
+    prompt: Sequence[int] = (3, 4, 5, 6),
+) -> torch.Tensor:
     """[num_tokens] |engine's - model's|."""
     engine = torch.tensor([pair[0] for pair in reply["meta_info"]["output_token_logprobs"]])
-    return (
-        engine - reference_logprobs(model, [3, 4, 5, 6], reply["output_ids"], temperature)
-    ).abs()
+    expected = reference_logprobs(model, list(prompt), reply["output_ids"], temperature)
+    return (engine - expected).abs()
 
 
 class Sender:
@@ -43,14 +48,15 @@ class Sender:
 
     async def join(self) -> None:
         store, port = listen("127.0.0.1")
+        size = 1 + self.engine.tp_size
         body = {
             "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
-            "world_size": 2, "group_name": self.group_name, "backend": "gloo",
+            "world_size": size, "group_name": self.group_name, "backend": "gloo",
         }  # fmt: skip
         (status, reply), self._group = await asyncio.gather(
             self.engine.post("/init_weights_update_group", body),
             asyncio.to_thread(
-                join_group, host="127.0.0.1", port=port, rank=0, world_size=2,
+                join_group, host="127.0.0.1", port=port, rank=0, world_size=size,
                 group_name=self.group_name, backend="gloo", timeout_s=15, store=store,
             ),
         )  # fmt: skip
