@@ -28,10 +28,9 @@ from async_grpo.replay_parts import (
     UpdateReport,
 )
 from async_grpo.types import DropReason, InsertOutcome, RolloutGroup, Ticket, WeightsName
-from tests.fakes.fake_engine import fake_prompt_logprobs
+from tests.fakes.fake_engine import fake_probe
 
 POLL_S = 0.2
-PROBE_IDS = [3, 4, 5, 6]
 
 
 @dataclass
@@ -109,12 +108,7 @@ class FakeReplay:
             engine_ids=engine_ids,
             ranks=list(range(1, len(engine_ids) + 1)),
             buckets=[bucket] * num_buckets,
-            probe=probe
-            or Probe(
-                token_ids=PROBE_IDS,
-                logprobs=fake_prompt_logprobs(weights, PROBE_IDS),
-                tolerance=1e-3,
-            ),
+            probe=probe or fake_probe(weights),
             rendezvous=Rendezvous(
                 group_name=f"group-{self._publish_sequence}" if fresh else "group-1",
                 host="127.0.0.1",

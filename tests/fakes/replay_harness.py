@@ -19,11 +19,11 @@ from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay.server import ReplayServer
 from async_grpo.replay.trainer_client import TrainerClient
 from async_grpo.replay_parts import (
+    BucketSpec,
     CellPhase,
     Dataset,
     EngineState,
     EngineStatus,
-    Probe,
     Rendezvous,
     RoleStatus,
 )
@@ -36,6 +36,7 @@ from async_grpo.types import (
     Ticket,
     WeightsName,
 )
+from tests.fakes.fake_engine import fake_probe
 
 DATASET = Dataset(fingerprint="fixed", num_prompts=100)
 STATUS = RoleStatus(state="testing")
@@ -99,29 +100,40 @@ def engine_status(weights: WeightsName | None, publish_sequence: int = 0) -> Eng
     )
 
 
-async def publish(
-    trainer: TrainerClient, generator: GeneratorClient, number: int, weights: WeightsName
-) -> int:
-    """One whole update of the one engine; both ends speak the protocol. Returns its sequence."""
+async def open_update(
+    trainer: TrainerClient, number: int, weights: WeightsName, *, fresh: bool = True
+) -> tuple[int, int, str]:
+    """Announce to the only engine and open its cell; no collective follows.
+
+    Returns the publish sequence, the cell and the engine.
+    """
     announced = await trainer.announce(
         number,
         weights,
         wished_only=False,
         plan_hash="plan",
-        buckets=[],
-        probe=Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=0.1),
+        buckets=[BucketSpec(names=["w"], dtypes=["float32"], shapes=[[1]])],
+        probe=fake_probe(str(weights)),
     )
     sequence = announced.publish_sequence
     (cell,) = announced.cells
-    order = (await generator.watch(0)).orders[0]
-    assert order.publish_sequence == sequence
     meeting = Rendezvous(
-        group_name="g", host="127.0.0.1", port=1, world_size=2, backend="gloo", fresh=True
+        group_name="g", host="127.0.0.1", port=1, world_size=2, backend="gloo", fresh=fresh
     )
     await trainer.open_cell(sequence, cell.cell_id, meeting)
+    (engine,) = cell.engines
+    return sequence, cell.cell_id, engine.engine_id
+
+
+async def publish(
+    trainer: TrainerClient, generator: GeneratorClient, number: int, weights: WeightsName
+) -> int:
+    """One whole update of the one engine; both ends speak the protocol. Returns its sequence."""
+    sequence, cell_id, engine_id = await open_update(trainer, number, weights)
+    assert (await generator.watch(0)).orders[0].publish_sequence == sequence
     for phase in (CellPhase.BEGUN, CellPhase.COMMITTED):
-        await generator.report_phase(sequence, cell.cell_id, ENGINE_ID, phase, "")
-        reached = await trainer.wait_cell(sequence, cell.cell_id, phase, timeout_s=10)
+        await generator.report_phase(sequence, cell_id, engine_id, phase, "")
+        reached = await trainer.wait_cell(sequence, cell_id, phase, timeout_s=10)
         assert reached.phases == {ENGINE_ID: phase}
     return sequence
 

@@ -9,8 +9,7 @@ from async_grpo.engine_api import Path as Route
 from async_grpo.errors import ConfigError, GenerationError
 from async_grpo.replay_parts import CellPhase, Probe
 from async_grpo.types import DropReason, InsertOutcome, RewardOutcome, WeightsName
-from tests.fakes.fake_engine import Fault
-from tests.fakes.fake_replay import PROBE_IDS
+from tests.fakes.fake_engine import PROBE_IDS, Fault
 from tests.fakes.generator_world import ScriptedRewards, World
 
 V0 = WeightsName(1, 0)

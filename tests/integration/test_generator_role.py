@@ -15,19 +15,24 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from async_grpo.config.engine import EngineSection
-from async_grpo.config.load import to_yaml
+from async_grpo.config.load import load_config, to_yaml
 from async_grpo.config.policy import PolicySection
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.task import TaskSection
 from async_grpo.engine_api import Path as Route
 from async_grpo.errors import ConfigError
-from async_grpo.replay_parts import BucketSpec, CellPhase, Probe, Rendezvous
+from async_grpo.replay_parts import CellPhase
 from async_grpo.roles.generator import main
 from async_grpo.types import WeightsName
-from tests.fakes.fake_engine import FakeEngine, fake_prompt_logprobs
-from tests.fakes.replay_harness import STATUS, at_address, replay_config, serving, training
-
-PROBE_IDS = [3, 4, 5]
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.replay_harness import (
+    STATUS,
+    at_address,
+    open_update,
+    replay_config,
+    serving,
+    training,
+)
 
 
 def save_model(directory):
@@ -64,27 +69,9 @@ async def generator_process(config, directory):
 
 async def publish(trainer, weights):
     """A whole update, as the trainer does it."""
-    announced = await trainer.announce(
-        1,
-        weights,
-        wished_only=False,
-        plan_hash="plan",
-        buckets=[BucketSpec(names=["w"], dtypes=["float32"], shapes=[[1]])],
-        probe=Probe(
-            token_ids=PROBE_IDS,
-            logprobs=fake_prompt_logprobs(str(weights), PROBE_IDS),
-            tolerance=1e-6,
-        ),
-    )
-    (cell,) = announced.cells
-    meeting = Rendezvous(
-        group_name="g", host="127.0.0.1", port=1, world_size=2, backend="gloo", fresh=True
-    )
-    await trainer.open_cell(announced.publish_sequence, cell.cell_id, meeting)
-    reached = await trainer.wait_cell(
-        announced.publish_sequence, cell.cell_id, CellPhase.COMMITTED, timeout_s=20
-    )
-    assert list(reached.phases.values()) == [CellPhase.COMMITTED]
+    sequence, cell_id, engine_id = await open_update(trainer, 1, weights)
+    reached = await trainer.wait_cell(sequence, cell_id, CellPhase.COMMITTED, timeout_s=20)
+    assert reached.phases == {engine_id: CellPhase.COMMITTED}
 
 
 async def test_a_generator_process_works_until_sigterm(tmp_path):
@@ -93,6 +80,9 @@ async def test_a_generator_process_works_until_sigterm(tmp_path):
         policy=PolicySection(model=save_model(tmp_path / "model")),
         task=TaskSection(name="reverse", reward="tests.fakes.bad_rewards:by_length"),
     )
+    path = tmp_path / "of-the-server.yaml"
+    path.write_text(to_yaml(config))
+    config = load_config(path)  # as the other process does: what follows from it is filled in
     async with FakeEngine(vocab_size=11) as engine, serving(config) as server:
         config = replace(
             at_address(config, server.address), engine=EngineSection(urls=[engine.url])

@@ -26,7 +26,7 @@ from async_grpo.generation.witness import WitnessLog
 from async_grpo.replay.core.prompt_order import PromptOrder
 from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay.monitor_client import MonitorClient
-from async_grpo.replay_parts import BucketSpec, CellPhase, Probe, Rendezvous
+from async_grpo.replay_parts import CellPhase
 from async_grpo.roles.generator import Generator
 from async_grpo.roles.generator_start import Room
 from async_grpo.tasks.prompts import PromptSource
@@ -36,15 +36,21 @@ from async_grpo.training.feed import Batch
 from async_grpo.training.step import TrainStep
 from async_grpo.training.witness import StepWitness
 from async_grpo.types import DropReason, InsertOutcome, WeightsName
-from tests.fakes.fake_engine import EOS, FakeEngine, Script, fake_prompt_logprobs
+from tests.fakes.fake_engine import EOS, FakeEngine, Script
 from tests.fakes.generator_world import FakeHandle, LetterTokenizer
-from tests.fakes.replay_harness import STATUS, at_address, replay_config, serving, training
+from tests.fakes.replay_harness import (
+    STATUS,
+    at_address,
+    open_update,
+    replay_config,
+    serving,
+    training,
+)
 from tests.fakes.tiny_policy import tiny_policy
 
 GROUP_SIZE = 4
 TASK = ReverseTask(seed=0, length=3)
 TOKENIZER = LetterTokenizer()
-PROBE_IDS = [3, 4, 5, 6]
 WRONG = 18
 """An id that is no letter of any answer."""
 V0, V1, V2 = WeightsName(1, 0), WeightsName(1, 1), WeightsName(1, 2)
@@ -69,34 +75,18 @@ class Publisher:
 
     async def publish(self, weights, *, fresh):
         self._number += 1
-        announced = await self._trainer.announce(
-            self._number,
-            weights,
-            wished_only=False,
-            plan_hash="plan",
-            buckets=[BucketSpec(names=["w"], dtypes=["float32"], shapes=[[1]])],
-            probe=Probe(
-                token_ids=PROBE_IDS,
-                logprobs=fake_prompt_logprobs(str(weights), PROBE_IDS),
-                tolerance=1e-6,
-            ),
+        sequence, cell_id, engine_id = await open_update(
+            self._trainer, self._number, weights, fresh=fresh
         )
-        (cell,) = announced.cells
-        meeting = Rendezvous(
-            group_name="cell", host="127.0.0.1", port=1, world_size=2, backend="gloo", fresh=fresh
-        )
-        await self._trainer.open_cell(announced.publish_sequence, cell.cell_id, meeting)
+        committed = CellPhase.COMMITTED
         waiting = asyncio.create_task(
-            self._trainer.wait_cell(
-                announced.publish_sequence, cell.cell_id, CellPhase.COMMITTED, timeout_s=20
-            )
+            self._trainer.wait_cell(sequence, cell_id, committed, timeout_s=20)
         )
-        (engine_id,) = (engine.engine_id for engine in cell.engines)
-        probe = f"probe-{announced.publish_sequence}-{engine_id}"
+        probe = f"probe-{sequence}-{engine_id}"
         await self._engine.until(lambda: probe in self._engine.running)
         self._engine._advance(self._engine._running[probe], 1)
-        assert (await waiting).phases == {engine_id: CellPhase.COMMITTED}
-        return announced.publish_sequence
+        assert (await waiting).phases == {engine_id: committed}
+        return sequence
 
 
 @asynccontextmanager
