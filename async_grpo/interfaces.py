@@ -354,15 +354,3 @@ class WeightSource(Protocol):
     def probe(self) -> Probe:
         """Fixed ids and this model's log-probs of them."""
         ...
-
-
-class BroadcastGroup(Protocol):
-    """Trainer rank 0's end of one cell's process group."""
-
-    def broadcast(self, payload: "torch.Tensor") -> None:
-        """Send one flattened bucket; blocks until all ranks have it. Raises WeightSyncError."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
