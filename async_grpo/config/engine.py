@@ -8,7 +8,7 @@ from async_grpo.config.ranges import not_negative, positive
 
 
 class EngineKind(StrEnum):
-    """Which inference server a generator drives."""
+    """The inference servers that come with the package, by name."""
 
     embedded = "embedded"
     sglang = "sglang"
@@ -34,9 +34,10 @@ RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 class EngineSection:
     """The inference servers that a generator drives."""
 
-    kind: EngineKind = EngineKind.embedded
+    kind: str = EngineKind.embedded.value
     """embedded: SGLang's HTTP API over transformers, on CPU or one GPU. sglang: SGLang itself, in
-    an environment of its own (`python`). Attached engines (`urls`) may be either."""
+    an environment of its own (`python`). Or `package.module:attribute`, which starts a server that
+    speaks the same API. Attached engines (`urls`) may be any."""
     urls: list[str] = field(default_factory=list)
     """Attach to these running engines instead of starting any."""
     num_engines: int = 1
@@ -100,6 +101,11 @@ class EngineSection:
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 yield f"{where}.urls: {url!r} must start with http:// or https://"
+        if ":" not in self.kind and self.kind not in list(EngineKind):
+            yield (
+                f"{where}.kind must be embedded, sglang or package.module:attribute, "
+                f"got {self.kind!r}"
+            )
         if not self.urls:
             yield from self._start_problems(where)
 
@@ -109,9 +115,9 @@ class EngineSection:
                 f"{where}.device_ids must name the devices of each engine: {self.num_engines} "
                 f"entries ({where}.num_engines), not {len(self.device_ids)}"
             )
-        if self.kind is EngineKind.sglang:
+        if self.kind == EngineKind.sglang:
             yield from self._sglang_problems(where)
-        elif self.tensor_parallel_size > 1:
+        elif self.kind == EngineKind.embedded and self.tensor_parallel_size > 1:
             yield (
                 f"{where}.tensor_parallel_size ({self.tensor_parallel_size}) needs {where}.kind: "
                 "sglang; the embedded engine runs on one device"

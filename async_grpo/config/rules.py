@@ -146,7 +146,7 @@ def _idle_engine_fields(engine: EngineSection) -> Iterator[str]:
     for name in sorted(changed):
         if engine.urls:
             yield f"engine.{name} has no effect with engine.urls: no engine is started"
-        elif engine.kind is EngineKind.embedded and name in _OF_SGLANG:
+        elif engine.kind == EngineKind.embedded and name in _OF_SGLANG:
             yield f"engine.{name} has no effect with engine.kind: embedded"
 
 
@@ -170,7 +170,7 @@ def warnings(config: Config) -> list[str]:
     )
     found += _idle_engine_fields(config.engine)
     patience_s, start_s = config.run.no_progress_timeout_s, config.engine.start_timeout_s
-    starts_sglang = config.engine.kind is EngineKind.sglang and not config.engine.urls
+    starts_sglang = config.engine.kind == EngineKind.sglang and not config.engine.urls
     if starts_sglang and patience_s <= start_s:
         found.append(
             f"run.no_progress_timeout_s ({patience_s:g}) is not above engine.start_timeout_s "

@@ -34,9 +34,9 @@ def main(config: Config, *, port: int) -> None:
             engine is configured.
         GenerationError: the batching loop died, or the port cannot be bound.
     """
-    if config.engine.kind is not EngineKind.embedded:
+    if config.engine.kind != EngineKind.embedded:
         raise ConfigError(
-            f"engine.kind: this is the embedded engine, not {config.engine.kind.value}; generators "
+            f"engine.kind: this is the embedded engine, not {config.engine.kind}; generators "
             "start that themselves, or attach to a server that you start (engine.urls)"
         )
     torch.set_num_threads(config.engine.threads)

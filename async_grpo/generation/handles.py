@@ -8,10 +8,13 @@ import logging
 import os
 import signal
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
+
+from async_grpo.config.engine_keys import EngineKeys
+from async_grpo.config.schema import Config
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,9 @@ class EngineHandle(Protocol):
 
 StartEngine = Callable[[str], Awaitable[EngineHandle]]
 """Starts the engine of the given id. Raises GenerationError, within its own deadline."""
+StartServer = Callable[[Config, EngineKeys, Path, Mapping[str, str]], Awaitable[EngineHandle]]
+"""Starts a server as the configuration says, that asks for the keys, writes to the log and has the
+environment variables. It need not answer yet. Raises GenerationError, within its own deadline."""
 
 
 class OwnedEngine:

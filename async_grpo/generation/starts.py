@@ -1,6 +1,7 @@
 """How each engine slot gets its engine: attached, or started as the configuration says.
 
 The embedded engine prints its address once it listens. SGLang (`sglang_server`) gets one.
+`engine.kind` may name others.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import msgspec
 
 from async_grpo.config.engine import EngineKind, EngineSection
 from async_grpo.config.engine_keys import EngineKeys
+from async_grpo.config.load import resolve_object
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import GenerationError
@@ -26,6 +28,7 @@ from async_grpo.generation.handles import (
     EngineHandle,
     OwnedEngine,
     StartEngine,
+    StartServer,
     log_tail,
     signal_group,
 )
@@ -46,10 +49,10 @@ def engine_starts(
         config: `engine.urls` are attached to; without any, `engine.num_engines` are started.
         name: of the generator.
         config_args: the command line's CONFIG and overrides, passed on to embedded engines.
-        keys: that SGLang servers ask for; embedded ones find them by themselves.
+        keys: that servers ask for; embedded ones find them by themselves.
 
     Raises:
-        ConfigError: `engine.python` cannot be run.
+        ConfigError: `engine.python` cannot be run, or `engine.kind` not be imported.
     """
     section = config.engine
     if section.urls:
@@ -62,19 +65,21 @@ def engine_starts(
         )
     directory = RunDirectory(Path(config.run.output_dir))
     logs = [directory.role_log(f"{name}.engine{slot}") for slot in range(section.num_engines)]
-    if section.kind is EngineKind.sglang:
-        require_interpreter(section)
-        return [
-            partial(_start_sglang, config, keys, log, engine_environment(section, slot))
-            for slot, log in enumerate(logs)
-        ]
-    args = [sys.executable, "-m", "async_grpo", "engine", *config_args, "engine.port=0"]
+    start = _starter(section, config_args)
     return [
-        partial(
-            _start_embedded, args, log, engine_environment(section, slot), section.start_timeout_s
-        )
+        partial(_start, start, config, keys, log, engine_environment(section, slot))
         for slot, log in enumerate(logs)
     ]
+
+
+def _starter(section: EngineSection, config_args: Sequence[str]) -> StartServer:
+    if section.kind == EngineKind.sglang:
+        require_interpreter(section)
+        return start_sglang
+    if section.kind == EngineKind.embedded:
+        return partial(_start_embedded, config_args)
+    found: StartServer = resolve_object(section.kind, "engine.kind")
+    return found
 
 
 def engine_environment(section: EngineSection, slot: int) -> dict[str, str]:
@@ -90,18 +95,23 @@ async def _attach(url: str, engine_id: str) -> EngineHandle:
     return AttachedEngine(url)
 
 
-async def _start_sglang(
-    config: Config, keys: EngineKeys, log: Path, env: Mapping[str, str], engine_id: str
+async def _start(
+    start: StartServer,
+    config: Config,
+    keys: EngineKeys,
+    log: Path,
+    env: Mapping[str, str],
+    engine_id: str,
 ) -> EngineHandle:
-    logger.info("engine %s: starting SGLang; its log is %s", engine_id, log)
-    return await start_sglang(config, keys, log, env)
+    logger.info("engine %s: starting (%s); its log is %s", engine_id, config.engine.kind, log)
+    return await start(config, keys, log, env)
 
 
 async def _start_embedded(
-    args: list[str], log: Path, env: Mapping[str, str], timeout_s: float, engine_id: str
+    config_args: Sequence[str], config: Config, keys: EngineKeys, log: Path, env: Mapping[str, str]
 ) -> EngineHandle:
-    logger.info("engine %s: starting; its log is %s", engine_id, log)
-    return await start_announced(args, log, env=env, timeout_s=timeout_s)
+    args = [sys.executable, "-m", "async_grpo", "engine", *config_args, "engine.port=0"]
+    return await start_announced(args, log, env=env, timeout_s=config.engine.start_timeout_s)
 
 
 async def start_announced(

@@ -38,6 +38,7 @@ ONE_FIELD = [
     ("generation.group_size=1", "generation.group_size must be >= 2"),
     ("engine.max_restarts=-1", "engine.max_restarts must be >= 0"),
     ("engine.urls=[host:1]", "engine.urls: 'host:1' must start with http:// or https://"),
+    ("engine.kind=vllm", "engine.kind must be embedded, sglang or package.module:attribute, got"),
     ("engine.kind=sglang", "engine.python must name the interpreter of SGLang's environment"),
     ("engine.tensor_parallel_size=2", "engine.tensor_parallel_size (2) needs engine.kind: sglang"),
     ("engine.device_ids=['0','1']", "engine.device_ids must name the devices of each engine: 1 e"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.config.engine import EngineKind, EngineSection
+from async_grpo.config.engine import EngineSection
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.policy import PolicySection
 from async_grpo.config.run import RunSection
@@ -62,7 +62,7 @@ class Place:
             run=RunSection(output_dir=str(self.directory / "out"), num_train_steps=1),
             policy=PolicySection(model="the-policy"),
             task=TaskSection(name="reverse"),
-            engine=EngineSection(kind=EngineKind.sglang, python=str(self.python), **engine),
+            engine=EngineSection(**{"kind": "sglang", "python": str(self.python)} | engine),
         )
 
     async def started(self) -> dict:
