@@ -57,6 +57,8 @@ _ENGINE_CHECKS = (
 )  # fmt: skip
 """In their order; a check's name may go on behind it."""
 
+_LOAD_QUESTIONS, _LOAD_INTERVAL_S = 4, 0.5
+
 
 class _Gone(Exception):  # noqa: N818 -- an outcome: what is left of the examination makes no sense
     """The engine does not answer."""
@@ -132,7 +134,7 @@ class Examination:
         client = self._make_client(self._url)
         try:
             info = await client.server_info(timeout_s=self._config.engine.control_timeout_s)
-            model_info, load = await client.model_info(), await client.load()
+            model_info, count = await client.model_info(), await _num_in_flight(client)
         except GenerationError as error:
             raise _Gone(str(error)) from error
         finally:
@@ -140,7 +142,6 @@ class Examination:
         self._look(info, model_info)
         if any(finding.verdict is Verdict.FAIL for finding in self.findings):
             return "this is no engine for the policy"
-        count = load.num_running_reqs + load.num_waiting_reqs
         return f"{count} requests of somebody else are in flight" if count else ""
 
     def _look(self, info: ServerInfo, model_info: ModelInfo) -> None:
@@ -263,6 +264,16 @@ def _reach(info: ServerInfo, model_info: ModelInfo) -> Finding:
             "weight updates need --dp-size 1 and --pp-size 1: start several engines instead",
         )
     return ok(check, figure, {"tp_size": float(info.tp_size)})
+
+
+async def _num_in_flight(client: EngineClient) -> int:
+    """Unfinished requests; the figure may lag, so only one that lasts is believed."""
+    for _ in range(_LOAD_QUESTIONS):
+        load = await client.load()
+        if not (count := load.num_running_reqs + load.num_waiting_reqs):
+            break
+        await asyncio.sleep(_LOAD_INTERVAL_S)
+    return count
 
 
 async def _first_life(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from async_grpo.config.policy import DType
 from async_grpo.doctor.crossing import cross, spans_finding
 from async_grpo.doctor.gaps import LIMITS, Gap, gap_between, probe_tolerance
 from async_grpo.doctor.report import Finding, fail, ok
@@ -29,6 +30,8 @@ _MAX_PREFIX_TOKENS = 192
 _PREFIX_SAMPLE_TOKENS = 4
 _MAX_MORE_TRIES = 4
 """Updates after the first until a completion was in flight at the right moment."""
+_EXPLAINS = 0.5
+"""Of the gap without it."""
 _NAMED = 3
 """Suspects that a message lists."""
 
@@ -56,6 +59,7 @@ class Updates:
         self._subject, self._link = subject, link
         self._policies: dict[str, Which] = {}
         self._tolerance = probe_tolerance(subject.config)
+        self._coarse = subject.config.policy.dtype is DType.bfloat16
 
     async def start(self) -> Arrival:
         """Give the engine the policy's weights, as a run's first update does.
@@ -114,27 +118,27 @@ class Updates:
         probe = await asyncio.to_thread(self._subject.policies.probe, which)
         found = await self._subject.prompt_logprobs(probe.token_ids)
         gap = gap_between(found, probe.logprobs)
+        suspects: list[str] = []
+        if self._coarse or not gap.max <= self._tolerance:
+            suspects = await asyncio.to_thread(self._suspects, which, probe, found, gap)
         problem = ""
-        if not gap.max <= self._tolerance:
+        if suspects or not gap.max <= self._tolerance:
             problem = f"after weights {sent.weights} log-probs are off by {gap.max:.2g} nats"
-            problem += await self._suspects(which, probe, found)
+        if suspects:
+            more = f" or {len(suspects) - _NAMED} others" if len(suspects) > _NAMED else ""
+            problem += f", as if {' or '.join(suspects[:_NAMED])}{more} had not arrived"
         return Arrival(which, sent, gap, problem)
 
-    async def _suspects(self, which: Which, probe: Probe, found: Sequence[float]) -> str:
-        """Tensors whose absence explains what the engine computes."""
+    def _suspects(self, which: Which, probe: Probe, found: Sequence[float], gap: Gap) -> list[str]:
+        """Tensors whose absence explains what the engine computes far better, the best first.
 
-        def look() -> list[str]:
-            return [
-                name
-                for name, logprobs in self._subject.policies.without_each(which, probe)
-                if gap_between(found, logprobs).max <= self._tolerance
-            ]
-
-        names = await asyncio.to_thread(look)
-        if not names:
-            return ""
-        more = f" or {len(names) - _NAMED} others" if len(names) > _NAMED else ""
-        return f", as if {' or '.join(names[:_NAMED])}{more} had not arrived"
+        Compares explanations, not sizes: so it also sees what a coarse dtype's rounding hides.
+        """
+        others = [
+            (gap_between(found, logprobs).mean, name)
+            for name, logprobs in self._subject.policies.without_each(which, probe)
+        ]
+        return [name for mean, name in sorted(others) if mean < _EXPLAINS * gap.mean]
 
 
 def _round_trip(subject: Subject, start: Arrival, there: Arrival, back: Arrival) -> Finding:
