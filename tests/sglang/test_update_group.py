@@ -5,6 +5,7 @@ What must never be believed of a server is in docs/sglang.md; each test here sho
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -35,7 +36,7 @@ class Cell:
 
     async def meet(self) -> None:
         """A group under a fresh name and port; rank 0 is ours, then the ranks of each server."""
-        self.name = f"cell-{next(_NUMBERS)}"
+        self.name = f"cell-{os.getpid()}-{next(_NUMBERS)}"
         store, port = listen("127.0.0.1")
         offsets = itertools.accumulate([1, *(engine.tp_size for engine in self.engines)])
         calls = [
