@@ -19,6 +19,7 @@ from async_grpo.config.schema import Config
 from async_grpo.config.weights import WeightsSection
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.handles import AttachedEngine
+from async_grpo.interfaces import WeightSource
 from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay.server import ReplayServer
 from async_grpo.replay.trainer_client import TrainerClient
@@ -116,6 +117,7 @@ class GlooWorld(World):
         self.processes: list[GlooProcess] = []
         self.slots: dict[int, GlooProcess] = {}
         self._tp_size, self._timeout_s = tp_size, timeout_s
+        self._up_s = 180.0  # the first process imports torch
         self.clock = Clock()
         self.server: ReplayServer
 
@@ -146,16 +148,26 @@ class GlooWorld(World):
             await self.replay.connect()
             loop = LoopThread("trainer")
             stack.callback(loop.close)
-            self._trainer_end = TrainerEnd(self.config, loop, self.clock)
+            self._trainer_end = TrainerEnd(self.config, loop, self.clock, self._make_source)
             stack.push_async_callback(asyncio.to_thread, self._trainer_end.close)
             if trainer:
                 await self.start_trainer()
-            if not self._owned:
-                for slot in range(self._num_engines):
-                    await self.new_process(slot)
+            await self._start_attached()
             async with self.running():
-                await self.until(lambda: self.num_wishing == self._num_engines)
+                await self.until(
+                    lambda: self.num_wishing == self._num_engines, timeout_s=self._up_s
+                )
                 yield self
+
+    def _make_source(self, version: int) -> WeightSource:
+        """The trainer's weights of a version."""
+        return Source(version)
+
+    async def _start_attached(self) -> None:
+        """Engines that are not the generator's run before it."""
+        if not self._owned:
+            for slot in range(self._num_engines):
+                await self.new_process(slot)
 
     async def start_trainer(self) -> None:
         """Waits for a silent predecessor."""
@@ -216,7 +228,7 @@ class GlooWorld(World):
             for engine in self.replay.engines
         )
 
-    async def until(self, condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float = 120.0) -> None:
         """Wait for something that a heartbeat tells."""
         async with asyncio.timeout(timeout_s), self.replay.changed:
             await self.replay.changed.wait_for(condition)
@@ -236,8 +248,15 @@ class GlooWorld(World):
 class TrainerEnd:
     """The trainer's publisher and client. Blocking calls, not for the test's event loop."""
 
-    def __init__(self, config: Config, loop: LoopThread, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        loop: LoopThread,
+        clock: Callable[[], float],
+        make_source: Callable[[int], WeightSource],
+    ) -> None:
         self._config, self._loop, self._clock = config, loop, clock
+        self._make_source = make_source
         self._client: TrainerClient | None = None
         self.incarnation = 0
         self.publisher: WeightPublisher
@@ -247,6 +266,11 @@ class TrainerEnd:
         self._client = TrainerClient(self._config)
         self._loop.call(self._client.connect())
         self.incarnation = self._loop.call(self._client.start(0)).incarnation
+        self.new_publisher()
+
+    def new_publisher(self) -> None:
+        """As a restarted trainer has; the one before is to be closed."""
+        assert self._client is not None
         self.publisher = WeightPublisher(
             self._client,
             self._loop.call,
@@ -256,7 +280,7 @@ class TrainerEnd:
         )
 
     def publish(self, version: int) -> PublishResult:
-        self.publisher.publish(WeightsName(self.incarnation, version), Source(version))
+        self.publisher.publish(WeightsName(self.incarnation, version), self._make_source(version))
         return self._ended()
 
     def republish(self) -> PublishResult:
@@ -278,7 +302,7 @@ class TrainerEnd:
 def trainer_process(config: Config, pipe: Connection) -> None:
     """A trainer to be killed: publishes each version that it is sent, and answers with failures."""
     torch.set_num_threads(1)
-    end = TrainerEnd(config, LoopThread("trainer"), Clock())
+    end = TrainerEnd(config, LoopThread("trainer"), Clock(), Source)
     end.start()
     pipe.send(end.incarnation)
     while True:

@@ -8,12 +8,11 @@ and started again, somebody else's is quarantined until it answers.
 import pytest
 
 from async_grpo.engine_api import Path as Route
-from async_grpo.replay_parts import EngineState
 from tests.fakes.fake_engine import Fault
 from tests.fakes.gloo_engine import Mishap
 from tests.fakes.gloo_world import GlooWorld
 
-pytestmark = pytest.mark.timeout(120)  # a dozen processes on a busy machine
+pytestmark = pytest.mark.e2e
 
 PHASES = {
     "pause": (Route.PAUSE, 0),
@@ -28,17 +27,13 @@ PHASES = {
     "resume": (Route.CONTINUE, 0),
     "probe": (Route.GENERATE, 0),
 }
-REFUSALS_THAT_COST_NOTHING = {"flush"}
-"""Cached KV stays, and the segments say so."""
 KEPT_ITS_WEIGHTS = {("init_group", Fault.REFUSE)}
 """The cell could not meet, nothing was sent, and the engine answers: it goes on as it was."""
-REPEATED = {"end", "version", "checksum", "resume"}
-"""Calls that the client sends again by itself after a failure that may pass."""
 CASES = [
     (phase, mishap)
     for phase in PHASES
     for mishap in (Fault.REFUSE, Fault.HANG, Mishap.DIE_BEFORE, Mishap.DIE_AFTER)
-    if (phase, mishap) != ("flush", Fault.REFUSE)
+    if (phase, mishap) != ("flush", Fault.REFUSE)  # cached KV stays, and the segments say so
 ] + [
     ("bucket 0", Mishap.DIE_DURING),
     ("bucket 1", Mishap.DIE_DURING),
@@ -48,11 +43,12 @@ CASES = [
 DEADLY = set(Mishap) - {Mishap.FREEZE, Mishap.WRONG_SHAPE}
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("owned", [True, False], ids=["owned", "attached"])
 @pytest.mark.parametrize(("phase", "mishap"), CASES)
 async def test_a_failure_costs_one_cell(tmp_path, phase, mishap, owned):
     stuck = mishap in (Fault.HANG, Mishap.FREEZE)
-    deadlines = {"timeout_s": 2.0, "control_timeout_s": 1.5} if stuck else {}
+    deadlines = {"timeout_s": 4.0, "control_timeout_s": 3.0} if stuck else {}
     async with GlooWorld(tmp_path, owned=owned, **deadlines).whole() as world:
         first = world.incarnation
         assert (await world.publish(0)).failures == []
@@ -92,19 +88,3 @@ async def test_a_failure_costs_one_cell(tmp_path, phase, mishap, owned):
         assert (await world.publish(2)).failures == []
         await world.until(lambda: world.serves(2))
         assert world.status(0).engine_id == healthy
-
-
-async def test_an_engine_whose_updates_always_fail_is_dead(tmp_path):
-    world = GlooWorld(tmp_path, owned=False, weights={"max_failures": 2})
-    async with world.whole():
-        world.slots[1].plan(Route.UPDATE_FROM_DISTRIBUTED, Mishap.WRONG_SHAPE)
-        lives = {world.status(1).engine_id}
-        assert len((await world.publish(0)).failures) == 1
-        await world.until(lambda: world.status(1).wants_sync)
-        lives.add(world.status(1).engine_id)
-        assert len((await world.serve_wishes()).failures) == 1
-        await world.until(lambda: world.status(1).state is EngineState.DEAD)
-        assert len(lives) == 2
-        result = await world.publish(1)
-        assert (result.failures, result.num_cells) == ([], 1)
-        assert str(world.status(0).weights) == "1.1"
