@@ -19,7 +19,7 @@ from async_grpo.config.weights import WeightsSection
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.sample_log import SampleLog
 from async_grpo.generation.witness import WitnessLog
-from async_grpo.interfaces import RewardPool
+from async_grpo.interfaces import EngineClient, RewardPool
 from async_grpo.replay_parts import CellPhase
 from async_grpo.roles.generator import Generator
 from async_grpo.roles.generator_start import Room
@@ -177,6 +177,9 @@ class World:
         self.handles.append(handle)
         return handle
 
+    def _make_client(self, url: str) -> EngineClient:
+        return HttpEngineClient(url, control_timeout_s=self.config.engine.control_timeout_s)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:
         """The generator runs inside the block; its failure is raised at the end."""
@@ -192,7 +195,7 @@ class World:
                 start_engines=[
                     partial(self._start_engine, slot) for slot in range(self._num_engines)
                 ],
-                make_client=partial(HttpEngineClient, control_timeout_s=2.0),
+                make_client=self._make_client,
                 prompts=prompts,
                 room=Room(self.config, prompts),
                 tokenizer=tokenizer,
