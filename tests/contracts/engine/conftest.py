@@ -248,7 +248,7 @@ async def _fake_url() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _subject(url: str, traits: Traits, **about: Any) -> AsyncIterator[Subject]:
-    timeout = aiohttp.ClientTimeout(total=40)
+    timeout = aiohttp.ClientTimeout(total=100)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         subject = Subject(url, traits, http, **about)
         yield subject
