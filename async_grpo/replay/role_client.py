@@ -60,9 +60,11 @@ class RoleClient:
 
     async def close(self) -> None:
         """Drop the connections."""
-        await self._control.close()
-        if self._bulk_link is not None:
-            await self._bulk_link.close()
+        try:
+            await self._control.close()
+        finally:
+            if self._bulk_link is not None:
+                await self._bulk_link.close()
 
     def _bulk(self) -> Link:
         if self._bulk_link is None:

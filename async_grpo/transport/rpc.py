@@ -215,10 +215,12 @@ class RpcClient:
                 attempt.answer.set_exception(self._closed())
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._monitor.close(linger_s=0)
-        self._socket.close(linger_s=0)
-        self._context.term()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # also where the closing itself is cancelled
+            self._monitor.close(linger_s=0)
+            self._socket.close(linger_s=0)
+            self._context.term()
 
     async def call(
         self,

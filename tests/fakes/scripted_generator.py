@@ -60,9 +60,11 @@ class ScriptedGenerator:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            self._engine.kill()
-            await self._engine.communicate()
-            await self._client.close()
+            try:
+                self._engine.kill()
+                await self._engine.communicate()
+            finally:
+                await self._client.close()
 
     async def _heartbeat(self) -> None:
         engine = EngineStatus(

@@ -310,3 +310,15 @@ async def test_call_that_gives_up_while_it_waits_for_room_leaves_its_place(tmp_p
         async with serving(echo, address):
             answer = await client.call(Stats(), timeout_s=20, try_timeout_s=20)
     assert answer.reply == Ok()
+
+
+async def test_a_close_that_is_cancelled_leaves_no_socket_open() -> None:
+    client = RpcClient("tcp://127.0.0.1:1", identity="peer", max_frame_bytes=LIMIT)
+    client.open()
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)  # it waits for its tasks now
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+
+    assert client._context.closed
