@@ -21,7 +21,7 @@ from async_grpo.generation.sample_log import SampleLog
 from async_grpo.generation.witness import WitnessLog
 from async_grpo.interfaces import EngineClient, RewardPool
 from async_grpo.replay_parts import CellPhase
-from async_grpo.roles.generator import Generator
+from async_grpo.roles.generator_loops import Generator
 from async_grpo.roles.generator_start import Room
 from async_grpo.tasks.held_out import split_task
 from async_grpo.tasks.prompts import PromptSource

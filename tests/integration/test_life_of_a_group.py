@@ -27,7 +27,7 @@ from async_grpo.replay.core.prompt_order import PromptOrder
 from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay.monitor_client import MonitorClient
 from async_grpo.replay_parts import CellPhase
-from async_grpo.roles.generator import Generator
+from async_grpo.roles.generator_loops import Generator
 from async_grpo.roles.generator_start import Room
 from async_grpo.tasks.prompts import PromptSource
 from async_grpo.tasks.reverse import ReverseTask
