@@ -50,6 +50,8 @@ class FakeTrainerReplay:
         self.wishing: list[str] = []
         self.results: list[EvalResult] = []
         self.lost: set[tuple[int, int]] = set()
+        self.swapped: dict[tuple[int, int], RolloutGroup] = {}
+        """(group_id, attempt) -> what a fetch of it returns instead"""
         self.calls: list[tuple] = []
         self.heartbeats: list[tuple[list[int], RoleStatus]] = []
         self.beats: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
@@ -102,7 +104,8 @@ class FakeTrainerReplay:
     async def fetch(self, group_id: int, attempt: int) -> RolloutGroup:
         if (group_id, attempt) in self.lost:
             raise RemoteError("replay server", "fetch", ErrorCode.NOT_FOUND, "no such payload")
-        return self.leased[group_id, attempt]
+        key = group_id, attempt
+        return self.swapped.get(key) or self.leased[key]
 
     async def ack(self, step: int, draw_number: int, groups: list[tuple[int, int]]) -> None:
         self.calls.append(("ack", step, draw_number, groups))

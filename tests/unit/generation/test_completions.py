@@ -174,3 +174,9 @@ def test_an_unknown_end_is_refused(finish_reason):
 def test_tokens_of_unknown_weights_say_that_the_engine_needs_a_sync():
     with pytest.raises(UnknownWeights):
         part(reply(spans=(("default", 0, 3),)))
+
+
+def test_b051_b060_tokens_are_of_the_weights_that_sampled_them_whatever_was_sent_or_asked():
+    """Sent under 1.3 as request 210, it waited until 1.4 was there."""
+    made = part(reply(spans=[("1.4", 0, 3)], id="210-1-0"))
+    assert made.segments == [Segment(weights=V4, num_tokens=3)]

@@ -65,7 +65,7 @@ def test_stale_insert_under_requeue_reissues_the_prompt() -> None:
     assert driver.core.stats(0.0).reissued == {ReissueReason.REQUEUED: 1}
 
 
-def test_exactly_max_staleness_is_not_stale() -> None:
+def test_b057_exactly_max_staleness_is_not_stale() -> None:
     driver = Driver().ready()
     driver.claim()
     driver.store(2)
@@ -82,7 +82,7 @@ def test_refused_frames_end_the_ticket_as_invalid() -> None:
     assert driver.core.stats(0.0).dropped == {DropReason.INVALID: 1}
 
 
-def test_full_buffer_blocks_and_never_drops() -> None:
+def test_b053_a_full_buffer_blocks_and_never_drops() -> None:
     driver = Driver(settings(max_bytes=25)).ready()
     for _ in range(3):
         driver.claim()
@@ -150,7 +150,7 @@ def test_end_is_accepted_again_but_not_after_a_store() -> None:
     assert driver.core.stats(0.0).dropped == {DropReason.NO_SIGNAL: 1}
 
 
-def test_many_filtered_groups_do_not_stop_the_producers() -> None:
+def test_b058_many_filtered_groups_do_not_stop_the_producers() -> None:
     driver = Driver().ready()
     for _ in range(100):
         ticket = driver.claim()

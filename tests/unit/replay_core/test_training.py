@@ -71,7 +71,7 @@ def test_ticket_order_waits_for_an_earlier_group_in_flight() -> None:
     assert [group.group_id for group in driver.draw(1, 0).groups] == [0, 1]
 
 
-def test_group_that_grew_stale_in_the_queue_is_never_handed_out() -> None:
+def test_b052_a_group_that_grew_stale_in_the_queue_is_never_handed_out() -> None:
     driver = Driver(settings(draw_order=DrawOrder.completion, num_train_steps=9)).ready()
     driver.claim()
     driver.store(2)

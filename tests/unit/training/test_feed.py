@@ -108,6 +108,18 @@ def test_a_lost_payload_gives_up_the_draw(loop):
     feed.close()
 
 
+def test_b056_the_payload_of_another_group_is_refused(loop):
+    asked, other = random_groups(2, seed=1), random_groups(2, seed=2)
+    other[1].attempt = 7
+    replay = FakeTrainerReplay([asked])
+    replay.swapped = {(1, 0): other[1]}
+    feed = feed_for(replay, loop)
+    feed.start()
+    with pytest.raises(PeerError, match="asked for group 1/0, got 1/7"):
+        feed.take(10)
+    feed.close()
+
+
 def test_a_failing_server_fails_the_trainer(loop):
     class Broken(FakeTrainerReplay):
         async def heartbeat(self, draws, status):
