@@ -12,7 +12,7 @@ from async_grpo.analysis.audit import audit
 from async_grpo.config.run_directory import RunDirectory
 from tests.sglang.real_server import PYTHON, REPOSITORY, require_environment
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 NUM_STEPS = 6
 FLOAT32_NOISE = 1e-5
@@ -33,7 +33,7 @@ def run(directory: Path, *overrides: str) -> list[dict[str, Any]]:
     ours = [f"run.output_dir={directory}", f"run.num_train_steps={NUM_STEPS}"]
     args = [sys.executable, "-m", "async_grpo", "run", str(config), *ours, *SMALL, *overrides]
     done = subprocess.run(
-        [*args, f"engine.python={PYTHON}"], capture_output=True, text=True, timeout=560
+        [*args, f"engine.python={PYTHON}"], capture_output=True, text=True, timeout=860
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = RunDirectory(directory).metrics.read_text().splitlines()

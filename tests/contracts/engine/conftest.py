@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 50
 CONTEXT_LENGTH = 4096
 REPOSITORY = Path(__file__).parents[3]
-REAL_MARKS = [pytest.mark.sglang, pytest.mark.timeout(420)]
+REAL_MARKS = [pytest.mark.sglang, pytest.mark.timeout(700)]
 """The first test waits for two servers to start."""
 BACKENDS = [
     "fake",

@@ -83,7 +83,7 @@ def real_keys(server: RealServer) -> dict[str, str | None]:
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", ["sglang", "sglang-tp2"])
 async def test_a_real_server_asks_for_the_same_keys(real_servers: dict[str, RealServer], name: str):
     """With both keys, and with the API key alone."""
