@@ -12,7 +12,7 @@ from async_grpo.config.staleness import OnStale, OverAge
 from async_grpo.replay.core.ages import why_not_forced, why_stale
 from async_grpo.replay.core.evaluation import EvalTicket
 from async_grpo.replay.core.leases import Lease
-from async_grpo.replay.core.members import Member, Members, may_receive, needs_sync
+from async_grpo.replay.core.members import Member, Members, needs_sync
 from async_grpo.replay.core.publishing import PublishingDesk
 from async_grpo.replay.core.records import (
     Dropped,
@@ -324,14 +324,6 @@ class Kernel:
             (member.name, engine)
             for member, engine in self.members.engines()
             if engine.engine_id not in busy and needs_sync(engine, announced)
-        ]
-
-    def receivers(self) -> list[tuple[str, EngineStatus]]:
-        """(generator, engine) that a publish to all is sent to."""
-        return [
-            (member.name, engine)
-            for member, engine in self.members.engines()
-            if may_receive(engine)
         ]
 
     def fence(self, member: Member, incarnation: int) -> Error | None:

@@ -153,3 +153,7 @@ class Members:
         ]
         for _, member, engine in sorted(pairs, key=lambda pair: pair[0]):
             yield member, engine
+
+    def receivers(self) -> list[tuple[str, EngineStatus]]:
+        """(generator, engine) that a publish to all is sent to."""
+        return [(member.name, engine) for member, engine in self.engines() if may_receive(engine)]

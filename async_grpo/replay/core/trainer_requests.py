@@ -257,7 +257,7 @@ def announce(
     if request.wished_only:
         cells = freeze_cells(kernel.wishes(), 1)
     else:
-        cells = freeze_cells(kernel.receivers(), kernel.settings.engines_per_cell)
+        cells = freeze_cells(kernel.members.receivers(), kernel.settings.engines_per_cell)
     record = Announced(
         incarnation=request.incarnation,
         number=request.number,
