@@ -100,6 +100,13 @@ def engine_status(weights: WeightsName | None, publish_sequence: int = 0) -> Eng
     )
 
 
+async def claimed(generator: GeneratorClient) -> Ticket:
+    """A ticket, which there must be."""
+    ticket = await generator.claim()
+    assert ticket is not None
+    return ticket
+
+
 async def open_update(
     trainer: TrainerClient, number: int, weights: WeightsName, *, fresh: bool = True
 ) -> tuple[int, int, str]:
