@@ -24,8 +24,11 @@ class Transport(StrEnum):
     http = "http"
 
 
-PROBE_TOLERANCES = {DType.float64: 1e-3, DType.float32: 1e-3, DType.bfloat16: 0.3}
-"""Above the noise between two implementations of one model, of the worst log-prob of the probe."""
+PROBE_TOLERANCES = {DType.float64: 1e-3, DType.float32: 1e-3, DType.bfloat16: 1.0}
+"""Above the noise between two implementations of one model, of the worst log-prob of the probe. In
+bfloat16, between attention kernels and batch shapes, that was 0.2 to 0.5 nats on a real model of
+135 M parameters (random ids are unlikely: about -14 nats each); weights that are not its own are
+off by several."""
 
 
 @dataclass(kw_only=True)
@@ -63,7 +66,7 @@ class WeightsSection:
     """Failed updates in a row after which an engine is dead."""
     probe_tolerance: float = 0.0
     """Largest |log-prob difference| (nats) between trainer and engine on the probe; 0: by
-    policy.dtype, 0.3 for bfloat16 and 0.001 else."""
+    policy.dtype, 1 for bfloat16 and 0.001 else."""
 
     def transports(self) -> set[Transport]:
         """All that may be used."""

@@ -142,11 +142,13 @@ class BroadcastTransport:
                 backend=self._backend,
                 timeout_s=settings.timeout_s,
             )
-            while not wait([joining], timeout=_NOTICE_S).done:
-                if failed := order.failed():
-                    del store
-                    wait([joining])
-                    raise WeightSyncError(order.peers, str(order.weights), "join", failed)
+            try:
+                while not wait([joining], timeout=_NOTICE_S).done:
+                    if failed := order.failed():
+                        raise WeightSyncError(order.peers, str(order.weights), "join", failed)
+            except BaseException:  # also when the trainer stops: its end waits for `joining`
+                del store
+                raise
         try:
             group = joining.result()
         except WeightSyncError as error:

@@ -32,7 +32,7 @@ class Snapshot:
     ) -> None:
         self.weights, self.plan, self.probe = weights, plan, probe
         self.buckets = buckets
-        self._filled: list[Future[int]] = [Future() for _ in buckets]
+        self._filled: list[Future[None]] = [Future() for _ in buckets]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` into the buckets, in order.
@@ -45,7 +45,7 @@ class Snapshot:
                 self.plan.buckets, self.buckets, self._filled, strict=True
             ):
                 flatten(bucket, tensors, payload)
-                filled.set_result(digest(payload))
+                filled.set_result(None)
         except BaseException as error:
             failed = WeightSyncError("trainer", str(self.weights), "copy", str(error))
             for filled in self._filled:
@@ -62,19 +62,22 @@ class Snapshot:
         Raises:
             WeightSyncError: it was not filled in time, or never will be.
         """
-        for index, payload in enumerate(self.buckets):
-            self._wait(index, timeout_s)
+        for index, (payload, filled) in enumerate(zip(self.buckets, self._filled, strict=True)):
+            try:
+                filled.result(timeout_s)
+            except TimeoutError as error:
+                raise WeightSyncError(
+                    "trainer",
+                    str(self.weights),
+                    "copy",
+                    f"bucket {index} took over {timeout_s:g} s",
+                ) from error
             yield payload
 
     def digest(self, timeout_s: float) -> str:
-        """A hash that tells whether two snapshots of one plan hold the same bytes."""
-        values = [self._wait(index, timeout_s) for index in range(len(self.buckets))]
-        return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+        """A hash that tells whether two snapshots of one plan hold the same bytes.
 
-    def _wait(self, index: int, timeout_s: float) -> int:
-        try:
-            return self._filled[index].result(timeout_s)
-        except TimeoutError as error:
-            raise WeightSyncError(
-                "trainer", str(self.weights), "copy", f"bucket {index} took over {timeout_s:g} s"
-            ) from error
+        Reads all of them, so not on the trainer's own thread.
+        """
+        values = [digest(payload) for payload in self.whole_buckets(timeout_s)]
+        return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
