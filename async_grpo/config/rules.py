@@ -74,13 +74,12 @@ def _cross_section(config: Config) -> Iterator[str]:
             "staleness.force: each step's groups are sampled by weights of their own"
         )
     window = (config.staleness.deepest + 1) * per_step
-    in_order = config.staleness.order is DrawOrder.ticket
-    needed_groups = window if in_order else per_step
-    because = (
-        "(pipeline_depth + 1) * groups_per_step with draw_order=ticket"
-        if in_order
-        else "groups_per_step"
-    )
+    needed_groups, because = per_step, "groups_per_step"
+    if config.staleness.force is not None:
+        needed_groups, because = window, "(force + 1) * groups_per_step"
+    elif config.staleness.draw_order is DrawOrder.ticket:
+        needed_groups = window
+        because = "(pipeline_depth + 1) * groups_per_step with draw_order=ticket"
     largest = group_bytes_bound(config)
     if config.replay.max_bytes < needed_groups * largest:
         yield (

@@ -64,7 +64,7 @@ class StalenessSection:
     target_ess: float | None = None
     """ess: of raw token weights at a staleness of pipeline_depth, as a fraction; null: 0.8."""
     force: int | None = None
-    """k: train at staleness k exactly, for studies: pipeline_depth = k, draw_order = ticket, and a
+    """k: train at staleness k exactly, for studies: pipeline_depth = k, oldest groups first, and a
     step waits until everything admitted is stored. The first k steps train at 0 to k - 1."""
 
     @property
@@ -83,8 +83,12 @@ class StalenessSection:
 
     @property
     def order(self) -> DrawOrder:
-        """The resolved draw_order."""
-        return self.draw_order if self.force is None else DrawOrder.ticket
+        """The resolved draw_order.
+
+        Forced: by version. All groups of a version are there before the next, so tickets are in
+        the same order, unless one was reopened and sampled again by later weights.
+        """
+        return self.draw_order if self.force is None else DrawOrder.oldest_version
 
     def problems(self, where: str) -> Iterator[str]:
         """Every complaint about this section."""
@@ -128,5 +132,8 @@ class StalenessSection:
             )
         if self.keep_weight_cap is not None:
             yield f"{where}.keep_weight_cap has no effect with {where}.force: no group grows stale"
-        if self.draw_order is DrawOrder.completion:
-            yield f"{where}.draw_order=completion has no effect with {where}.force: leave it out"
+        if self.draw_order is not DrawOrder.oldest_version:
+            yield (
+                f"{where}.draw_order={self.draw_order} has no effect with {where}.force: "
+                "leave it out"
+            )

@@ -86,7 +86,7 @@ def _with_age_rules(schedule: Schedule) -> Schedule:
         changes["over_age"] = OverAge.mask_tokens
         changes["min_fresh_fraction"] = rng.choice([0.01, 0.5, 1.0])
     elif kind == "forced":
-        changes["forced"], changes["draw_order"] = True, DrawOrder.ticket
+        changes["forced"], changes["draw_order"] = True, DrawOrder.oldest_version
         changes["max_bytes"] = max(settings.max_bytes, settings.window * GROUP_BYTES[1])
     return replace(
         schedule,

@@ -108,6 +108,8 @@ def test_no_publish_means_no_progress(base: Path) -> None:
 FORCED = [
     ("staleness.pipeline_depth=1", "staleness.pipeline_depth (1) must be left out or equal"),
     ("staleness.draw_order=completion", "staleness.draw_order=completion has no effect with"),
+    ("staleness.draw_order=ticket", "staleness.draw_order=ticket has no effect with"),
+    ("replay.max_groups=47", "replay.max_groups (47) must be at least 48 ((force + 1)"),
     ("staleness.keep_weight_cap=3", "staleness.keep_weight_cap has no effect with"),
     ("weights.publish_every=2", "weights.publish_every (2) must be 1 with staleness.force"),
 ]
@@ -121,9 +123,10 @@ def test_forced_staleness_leaves_no_choice(base: Path, override: str, expected: 
 
 def test_forced_staleness_resolves_depth_and_order(base: Path) -> None:
     config = load_config(base, ["staleness.force=3"])
-    assert (config.staleness.depth, config.staleness.order) == (3, "ticket")
+    assert (config.staleness.depth, config.staleness.order) == (3, "oldest_version")
     settings = CoreSettings.from_config(config)
-    assert (settings.forced, settings.pipeline_depth, settings.draw_order) == (True, 3, "ticket")
+    assert (settings.forced, settings.pipeline_depth) == (True, 3)
+    assert settings.draw_order == "oldest_version"
 
 
 def test_the_buffer_holds_one_step(base: Path) -> None:
