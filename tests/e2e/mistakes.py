@@ -175,6 +175,19 @@ BESIDE_A_SERVER = [
             ("in vain for an engine to answer", "http://127.0.0.1:9")),
 ]  # fmt: skip
 
+ATTACH = "generator @ --name g replay.address=$ engine.urls=[URL]"
+NO_ENGINE = "in vain for an engine to answer"
+# The same, with an engine at URL that is not as it should be.
+AT_AN_ENGINE = [
+    Mistake("an engine that answers 500", ATTACH, 3, (NO_ENGINE, "HTTP 500")),
+    Mistake("an engine with a model of another vocabulary", ATTACH, 3,
+            (NO_ENGINE, "serves a model of 640 token ids, but the policy has",
+             "start the server with the policy's model")),
+    Mistake("an engine that asks for a key", ATTACH, 3, (NO_ENGINE, "HTTP 401")),
+    Mistake("an engine whose context is too short for the prompts", ATTACH, 2,
+            ("context of engine g/0#", "(9) is below the", "raise it, or shorten prompts")),
+]  # fmt: skip
+
 NEVER_RIGHT = "run @ task.reward=mine:never task.reward_timeout_s=0.2"
 NO_GROUPS = "handed out no groups within"
 # Whole runs in which no group ever comes to be trained. One run may show several mistakes; the
@@ -193,7 +206,7 @@ IN_A_RUN = [
             ("last error of generator-0: group", "refused: the log-prob at", "is None", NO_GROUPS)),
 ]  # fmt: skip
 
-EVERYTHING = [*CONFIGURATION, *MODEL_AND_TASK, *PEERS, *BESIDE_A_SERVER, *IN_A_RUN]
+EVERYTHING = [*CONFIGURATION, *MODEL_AND_TASK, *PEERS, *BESIDE_A_SERVER, *AT_AN_ENGINE, *IN_A_RUN]
 
 
 def table(mistakes: list[Mistake]) -> list[str]:
@@ -212,7 +225,7 @@ def page(text: str) -> str:
     head = text.partition(MARK)[0]
     lines = [MARK, "", "### Configuration", "", *table(CONFIGURATION)]
     lines += ["", "### Model, task, reward", "", *table(MODEL_AND_TASK)]
-    lines += ["", "### Peers", "", *table(PEERS), *table(BESIDE_A_SERVER)[2:]]
+    lines += ["", "### Peers", "", *table([*PEERS, *BESIDE_A_SERVER, *AT_AN_ENGINE])]
     lines += ["", "### In a run", "", *table(IN_A_RUN)]
     return head + "\n".join(lines) + "\n"
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from async_grpo.engine_api import Path as Route
 from async_grpo.replay.core.records import Made, encode_record
 from async_grpo.types import TicketKind
 from tests.e2e.mistakes import (
+    AT_AN_ENGINE,
     BESIDE_A_SERVER,
     CONFIGURATION,
     EVERYTHING,
@@ -199,54 +200,27 @@ def test_two_trainers_on_one_run(shell: Shell, server: Server) -> None:
         first.wait(20)
 
 
-async def generator_beside(shell: Shell, server: Server, engine: FakeEngine) -> str:
-    """A generator that gives up `engine`; what it says."""
-    command = f"generator @ --name g replay.address=$ engine.urls=[{engine.url}]"
-    process = await asyncio.create_subprocess_exec(
-        *shell.arguments(command, server.address), stderr=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(60):
-        _, stderr = await process.communicate()
-    text = stderr.decode()
-    assert "Traceback" not in text
-    assert process.returncode == 3, text
-    assert "in vain for an engine to answer" in text
-    return text
-
-
-async def test_an_engine_that_answers_500(shell: Shell, server: Server) -> None:
-    async with FakeEngine() as engine:
-        engine.fail_next(Route.SERVER_INFO, Fault.STATUS_500, times=100_000)
-        assert "HTTP 500" in await generator_beside(shell, server, engine)
-
-
-async def test_an_engine_with_the_model_of_another_vocabulary(shell: Shell, server: Server) -> None:
-    async with FakeEngine(vocab_size=640) as engine:
-        text = await generator_beside(shell, server, engine)
-        assert f"{engine.url} serves a model of 640 token ids, but the policy has" in text
-        assert "start the server with the policy's model" in text
-        assert not engine.num_calls(Route.BEGIN_UPDATE)
-
-
-async def test_an_engine_that_asks_for_a_key(shell: Shell, server: Server) -> None:
-    async with FakeEngine(keys=EngineKeys(api="a secret")) as engine:
-        assert "HTTP 401" in await generator_beside(shell, server, engine)
-
-
-async def test_an_engine_without_room_for_the_prompts(shell: Shell, server: Server) -> None:
+def bad_engine(mistake: Mistake, shell: Shell) -> FakeEngine:
+    """The engine that the mistake is about."""
     vocab_size = json.loads((shell.model / "config.json").read_text())["vocab_size"]
-    async with FakeEngine(vocab_size=vocab_size, context_length=9) as engine:
-        command = f"generator @ --name g replay.address=$ engine.urls=[{engine.url}]"
-        process = await asyncio.create_subprocess_exec(
-            *shell.arguments(command, server.address), stderr=asyncio.subprocess.PIPE
-        )
-        async with asyncio.timeout(60):
-            _, stderr = await process.communicate()
-    text = stderr.decode()
-    assert process.returncode == 2, text
-    assert "(9) is below the" in text
-    assert "raise it, or shorten prompts or completions" in text
-    assert "Traceback" not in text
+    if "500" in mistake.what:
+        engine = FakeEngine(vocab_size=vocab_size)
+        engine.fail_next(Route.SERVER_INFO, Fault.STATUS_500, times=100_000)
+        return engine
+    if "vocabulary" in mistake.what:
+        return FakeEngine(vocab_size=640)
+    if "key" in mistake.what:
+        return FakeEngine(vocab_size=vocab_size, keys=EngineKeys(api="a secret"))
+    return FakeEngine(vocab_size=vocab_size, context_length=9)
+
+
+@pytest.mark.parametrize("mistake", AT_AN_ENGINE, ids=words)
+async def test_a_wrong_engine(shell: Shell, server: Server, mistake: Mistake) -> None:
+    async with bad_engine(mistake, shell) as engine:
+        command = mistake.command.replace("URL", engine.url)
+        await asyncio.to_thread(shell.make, replace(mistake, command=command), server.address)
+        assert not engine.num_calls(Route.GENERATE), "nothing is sampled"
+        assert not engine.num_calls(Route.BEGIN_UPDATE), "no weights are sent"
 
 
 def test_a_full_disk(shell: Shell) -> None:

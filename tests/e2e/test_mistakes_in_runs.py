@@ -20,9 +20,6 @@ from tests.fakes.lying_engine import LyingEngine, null_logprob, short_list
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-NO_PROGRESS_S = 40
-"""Long enough for processes to start side by side on two cores."""
-
 
 @asynccontextmanager
 async def engine_process(run: RealRun, *overrides: str) -> AsyncIterator[str]:
@@ -64,7 +61,7 @@ async def test_a_reward_that_is_never_right(real_run: RealRun) -> None:
     shutil.copy(bad_rewards.__file__, real_run.root / "mine.py")
     command = IN_A_RUN[0].command
     _, _, *overrides = command.split()
-    real_run.start(*overrides, f"run.no_progress_timeout_s={NO_PROGRESS_S}", num_steps=2)
+    real_run.start(*overrides, num_steps=2)
     assert await asyncio.to_thread(real_run.finish) == 3, real_run.output()
     assert_all_told(real_run, command)
     report = real_run.audit()
@@ -97,7 +94,7 @@ async def test_an_engine_that_never_answers_right(real_run: RealRun) -> None:
     async with engine_process(real_run) as target, LyingEngine(target, lie) as engine:
         command = IN_A_RUN[-1].command
         _, _, *overrides = command.replace("$", engine.url).split()
-        real_run.start(*overrides, f"run.no_progress_timeout_s={NO_PROGRESS_S}", num_steps=2)
+        real_run.start(*overrides, num_steps=2)
         assert await asyncio.to_thread(real_run.finish) == 3, real_run.output()
         assert_all_told(real_run, command)
     report = real_run.audit()
@@ -150,9 +147,7 @@ async def test_another_shape_behind_the_url_is_told(real_run: RealRun) -> None:
     other = real_run.root / "other"
     make_other_shape(real_run.model, other)
     async with engine_process(real_run, f"policy.model={other}") as url:
-        real_run.start(
-            f"engine.urls=[{url}]", f"run.no_progress_timeout_s={NO_PROGRESS_S}", num_steps=2
-        )
+        real_run.start(f"engine.urls=[{url}]", num_steps=2)
         assert await asyncio.to_thread(real_run.finish) == 3, real_run.output()
     text = real_run.output()
     assert "Traceback" not in text
