@@ -170,7 +170,7 @@ async def test_model_and_server_say_who_they_are(engine: Subject) -> None:
     status, server = await engine.get("/server_info")
     assert status == 200
     assert server["version"]
-    assert server["tp_size"] == server["dp_size"] == 1
+    assert (server["tp_size"], server["dp_size"]) == (engine.tp_size, 1)
 
 
 async def test_healthy_and_ready(engine: Subject) -> None:
