@@ -3,8 +3,9 @@ import threading
 import pytest
 
 from async_grpo.errors import PeerError, PeerLost
-from async_grpo.replay_parts import RoleStatus
-from async_grpo.training.feed import FeedSettings, GroupFeed, LoopThread
+from async_grpo.replay_parts import GeneratedStats, RoleStatus
+from async_grpo.training.feed import FeedSettings, GroupFeed, LoopThread, add_stats
+from async_grpo.types import DropReason, ReissueReason
 from tests.fakes.fake_trainer_replay import FakeTrainerReplay
 from tests.fakes.tiny_policy import random_groups
 
@@ -139,3 +140,23 @@ def test_a_stop_ends_the_wait_for_groups(loop):
     assert feed.take(10) is None
     assert feed.take(10) is None
     feed.close()
+
+
+def test_stats_of_a_draw_that_was_given_up_are_added_field_by_field():
+    stale, invalid = DropReason.STALE, DropReason.INVALID
+    first = GeneratedStats(
+        num_groups=1, num_completions=2, num_tokens=3, reward_sum=4.0, dropped={stale: 1},
+        dropped_completions={stale: 2}, dropped_tokens={stale: 3}, dropped_rewards={stale: 0.5},
+        reissued_tokens={ReissueReason.LOST: 7},
+    )  # fmt: skip
+    second = GeneratedStats(
+        num_groups=10, num_completions=20, num_tokens=30, reward_sum=40.0,
+        dropped={stale: 1, invalid: 1}, dropped_completions={stale: 2}, dropped_tokens={stale: 3},
+        dropped_rewards={stale: 0.25}, reissued_tokens={ReissueReason.LOST: 1},
+    )  # fmt: skip
+    assert add_stats(first, second) == GeneratedStats(
+        num_groups=11, num_completions=22, num_tokens=33, reward_sum=44.0,
+        dropped={stale: 2, invalid: 1}, dropped_completions={stale: 4}, dropped_tokens={stale: 6},
+        dropped_rewards={stale: 0.75}, reissued_tokens={ReissueReason.LOST: 8},
+    )  # fmt: skip
+    assert all(getattr(add_stats(first, second), name) for name in GeneratedStats.__struct_fields__)
