@@ -104,8 +104,11 @@ class GlooWorld(World):
         weights: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(directory, num_engines=num_engines, owned=owned, group_size=2)
+        config = replay_config(directory, peer_timeout_s=peer_timeout_s)
         self._config = replace(
-            replay_config(directory, peer_timeout_s=peer_timeout_s),
+            config,
+            # nobody draws, so the generator waits for room as long as the test takes
+            run=replace(config.run, no_progress_timeout_s=1200.0),
             engine=EngineSection(max_restarts=max_restarts, control_timeout_s=control_timeout_s),
             weights=WeightsSection(
                 bucket_bytes=BUCKET_BYTES,
@@ -230,8 +233,13 @@ class GlooWorld(World):
 
     async def until(self, condition: Callable[[], bool], *, timeout_s: float = 120.0) -> None:
         """Wait for something that a heartbeat tells."""
-        async with asyncio.timeout(timeout_s), self.replay.changed:
-            await self.replay.changed.wait_for(condition)
+        try:
+            async with asyncio.timeout(timeout_s), self.replay.changed:
+                await self.replay.changed.wait_for(condition)
+        except TimeoutError:
+            if self.task.done():
+                self.task.result()
+            raise AssertionError(f"not within {timeout_s:g} s: {self.replay.engines}") from None
 
     # ---- what the trainer does
 
