@@ -1,8 +1,8 @@
 """A ZeroMQ socket on an event loop.
 
-`zmq.asyncio` makes a future, a task switch and a dozen flag objects of every message, which was
-half of a client's time. Here the library's descriptor wakes whoever waits, and messages are read
-in batches. Two traits of that descriptor shape this module: it stirs once for any number of
+`zmq.asyncio` makes futures, timers and a dozen flag objects of every message: half the processor
+time of a small call. Here the library's descriptor wakes whoever waits, and messages are read in
+batches. Two traits of that descriptor shape this module: it stirs once for any number of
 arrivals, so read until there is nothing more before you wait; and every use of the socket may
 swallow a stir that was meant for another, so every use rings for the others.
 """
