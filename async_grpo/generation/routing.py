@@ -108,11 +108,6 @@ class Router:
         """Requests in flight on all engines."""
         return self._num_running
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return sum(place.waiting for place in self._queue)
-
     def enqueue(self, placement: Placement, *, first: bool = False) -> Place:
         """A place for one request; `first`: before all others, for a second try."""
         place = Place(self, placement)

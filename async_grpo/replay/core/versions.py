@@ -38,10 +38,6 @@ class Versions:
         later = self.restore_points[weights.incarnation :]
         return all(weights.policy_version <= restored for restored in later)
 
-    def num_steps_not_live(self) -> int:
-        """Steps acked whose weights are not live yet."""
-        return self.policy_version - (self.live.policy_version if self.live else 0)
-
     def newest_announced(self) -> WeightsName | None:
         """Weights of the newest publish of this incarnation."""
         if self.announced and self.announced.incarnation == self.incarnation:
