@@ -66,7 +66,7 @@ class Shell:
 
     def make(self, mistake: Mistake, address: str = "") -> None:
         done = subprocess.run(
-            self.arguments(mistake.command, address), capture_output=True, text=True, timeout=60,
+            self.arguments(mistake.command, address), capture_output=True, text=True, timeout=150,
             cwd=self.root, env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         assert done.returncode == mistake.code, done.stderr
