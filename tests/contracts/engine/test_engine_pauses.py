@@ -129,23 +129,26 @@ async def test_loads_of_an_idle_and_a_busy_engine(engine: Subject) -> None:
     assert 0 < busy["token_usage"] <= 1
 
 
-async def test_metrics_are_prometheus_text(engine: Subject) -> None:
-    await engine.start_long("counted")
+async def metrics_of(engine: Subject) -> dict[str, float]:
+    """The last sample of each series."""
     status, text = await engine.get("/metrics")
     assert status == 200
-    values = {
+    return {
         line.partition("{")[0]: float(line.rpartition(" ")[2])
         for line in text.splitlines()
         if not line.startswith("#")
     }
-    assert values["sglang:num_running_reqs"] == 1
+
+
+async def test_metrics_are_prometheus_text(engine: Subject) -> None:
+    await engine.start_long("counted")
+    async with asyncio.timeout(20):  # a real server's lag by some steps
+        while (values := await metrics_of(engine))["sglang:num_running_reqs"] != 1:
+            pass
     assert 0 <= values["sglang:token_usage"] <= 1  # rounded to hundredths by the real one
-    aborted = values["sglang:num_aborted_requests_total"]
     await engine.post("/abort_request", {"abort_all": True})
-    text = (await engine.get("/metrics"))[1]
-    assert "num_aborted_requests_total{" in text
-    line = next(x for x in text.splitlines() if x.startswith("sglang:num_aborted_requests_total"))
-    assert float(line.rpartition(" ")[2]) == aborted + 1
+    aborted = "sglang:num_aborted_requests_total"
+    assert (await metrics_of(engine))[aborted] == values[aborted] + 1
 
 
 # ---- a new name for the present weights
