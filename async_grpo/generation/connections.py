@@ -25,6 +25,9 @@ FIRST_REPEAT_S = 0.05
 IDLE_CONNECTION_S = 2.0
 """Connections idle for longer are not used again: SGLang closes them after 5 s, and a call that
 meets the close is lost."""
+_NEW_CONNECTION = frozenset({Path.INIT_GROUP, Path.UPDATE_FROM_DISTRIBUTED, Path.UPDATE_FROM_DISK})
+"""Calls that get a connection of their own: one lost to a server's close of an idle connection
+would cost the engine, since others wait in the collective and it cannot be sent again."""
 _RETRYABLE_STATUS = frozenset({408, 425, 429})
 """Besides 5xx: overload and time-outs."""
 _MAX_DETAIL = 500
@@ -61,7 +64,7 @@ class Connections:
         self.url = url
         self.num_slots = 0
         self._keys = keys
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._closed = False
 
     async def call(self, method: str, path: Path, request: Any, timeout_s: float) -> bytes:
@@ -74,7 +77,7 @@ class Connections:
         """
         if self._closed:
             raise GenerationError(f"{self.url}{path}: the client is closed", retryable=True)
-        session = self._session(samples=path is Path.GENERATE)
+        session = self._session(path)
         data = None if request is None else _encode(request)
         headers = {"Content-Type": "application/json"}
         if key := self._keys.for_path(path):
@@ -135,16 +138,23 @@ class Connections:
             await session.close()
         self._sessions.clear()
 
-    def _session(self, *, samples: bool) -> aiohttp.ClientSession:
-        if samples not in self._sessions:
-            # created here: a session belongs to the running loop
-            self._sessions[samples] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=self.num_slots if samples else 0, keepalive_timeout=IDLE_CONNECTION_S
-                ),
-                timeout=aiohttp.ClientTimeout(total=None),
-            )
-        return self._sessions[samples]
+    def _session(self, path: Path) -> aiohttp.ClientSession:
+        """Of the calls of one sort; created here, since a session belongs to the running loop."""
+        if path is Path.GENERATE:
+            return self._sessions.get("samples") or self._open("samples", limit=self.num_slots)
+        if path in _NEW_CONNECTION:
+            return self._sessions.get("new") or self._open("new", limit=0, force_close=True)
+        return self._sessions.get("control") or self._open("control", limit=0)
+
+    def _open(self, sort: str, *, limit: int, force_close: bool = False) -> aiohttp.ClientSession:
+        if force_close:
+            connector = aiohttp.TCPConnector(limit=limit, force_close=True)
+        else:
+            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=IDLE_CONNECTION_S)
+        self._sessions[sort] = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+        )
+        return self._sessions[sort]
 
 
 def _is_broken(error: Exception) -> bool:
