@@ -95,7 +95,11 @@ def make_config(options: argparse.Namespace, directory: Path) -> Config:
     )  # fmt: skip
     model.to(getattr(torch, options.dtype)).save_pretrained(directory / "model")
     content = {
-        "run": {"output_dir": str(directory / "run"), "num_train_steps": 1000},
+        "run": {
+            "output_dir": str(directory / "run"),
+            "num_train_steps": 1000,
+            "no_progress_timeout_s": 600,
+        },
         "policy": {"model": str(directory / "model"), "dtype": options.dtype},
         "task": {"name": "reverse"},
         "replay": {"address": "tcp://127.0.0.1:0", "peer_timeout_s": 600, "heartbeat_s": 1},
@@ -105,10 +109,8 @@ def make_config(options: argparse.Namespace, directory: Path) -> Config:
             "context_length": 4096,
             "start_timeout_s": 600,
         },
-        "run.no_progress_timeout_s": 600,
         "weights": {"timeout_s": TIMEOUT_S},
     }
-    content["run"]["no_progress_timeout_s"] = content.pop("run.no_progress_timeout_s")
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(content))
     return load_config(path)
