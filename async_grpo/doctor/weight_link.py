@@ -103,7 +103,9 @@ class WeightLink:
         result = self._publisher.last_result
         assert result is not None, "a publish has a result"
         if result.failures:
-            raise WeightSyncError(subject.url, str(weights), "publish", "; ".join(result.failures))
+            # the engine's end knows the call that failed; the other only that nothing came of it
+            reason = self._drivers[mode].last_error or "; ".join(result.failures)
+            raise WeightSyncError(subject.url, str(weights), "publish", reason)
         subject.weights, subject.which = weights, which
         return Sent(
             weights,

@@ -54,6 +54,8 @@ class Fault(StrEnum):
     """log-probs of a prompt differ from call to call"""
     OTHER_TEXT = "other_text"
     """its tokenizer is another model's"""
+    SILENT = "silent"
+    """answers nothing any more once it has received a bucket"""
     REFUSES_UPDATES = "refuses_updates"
     """takes no bucket"""
 
@@ -67,6 +69,8 @@ class FaultyEngine:
         self._cache: dict[tuple[int, ...], Any] = {}
         self._random = random.Random(0)
         self._fault = Fault.NONE
+        self._silent = False
+        self._speaks = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -74,7 +78,15 @@ class FaultyEngine:
     async def plant(self, http: web.Request) -> web.Response:
         self._fault = Fault((await http.json())["fault"])
         self._cache.clear()
+        self._silent = False
+        self._speaks.set()
         return web.json_response({})
+
+    @web.middleware
+    async def listen(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        if self._silent and http.path != "/plant":
+            await self._speaks.wait()
+        return await handler(http)
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         asked = request.sampling_params.temperature
@@ -114,6 +126,9 @@ class FaultyEngine:
         await self._engine.update(request)
         if self._fault is Fault.IGNORED_TENSOR:
             self._module.get_parameter(IGNORED_TENSOR).copy_(kept)
+        if self._fault is Fault.SILENT:
+            self._silent = True
+            self._speaks.clear()
 
     def _replace(self, reply: GenerateReply, logprobs: list[float]) -> None:
         pairs = zip(logprobs, reply.output_ids, strict=True)
@@ -152,6 +167,7 @@ async def serve(config_path: str) -> None:
     faulty = FaultyEngine(engine, model)
     engine.start()
     app = make_app(faulty, EngineKeys())
+    app.middlewares.append(faulty.listen)
     app.router.add_post("/plant", faulty.plant)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()

@@ -205,6 +205,17 @@ def test_a_refused_update_fails_and_what_builds_on_it_is_skipped(practice: Pract
     assert practice.examine(Fault.NONE).exit_code is ExitCode.OK
 
 
+def test_an_engine_that_falls_silent_in_an_update_is_given_up(practice: Practice) -> None:
+    limits = ["weights.timeout_s=5", "engine.control_timeout_s=5"]
+    report = practice.examine(Fault.SILENT, *limits)
+    finding = the_failed(report)
+    assert finding.check == "weights"
+    assert "did not answer within 5 s" in finding.figure
+    assert verdicts(report)["spans"] is Verdict.SKIPPED
+    # given back its voice, it is of use again
+    assert practice.examine(Fault.NONE).exit_code is ExitCode.OK
+
+
 @pytest.mark.parametrize("transport", ["disk", "http"])
 def test_updates_go_by_the_runs_transport(practice: Practice, transport: str) -> None:
     report = practice.examine(Fault.NONE, f"weights.transport={transport}")
