@@ -274,11 +274,6 @@ class TrainerEnd:
         self._client = TrainerClient(self._config)
         self._loop.call(self._client.connect())
         self.incarnation = self._loop.call(self._client.start(0)).incarnation
-        self.new_publisher()
-
-    def new_publisher(self) -> None:
-        """As a restarted trainer has; the one before is to be closed."""
-        assert self._client is not None
         self.publisher = WeightPublisher(
             self._client,
             self._loop.call,

@@ -1,6 +1,5 @@
 """Publisher, replay server, generator and driver against real servers: transports and failures."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -78,10 +77,9 @@ class ServerWorld(GlooWorld):
     def _make_source(self, version: int) -> WeightSource:
         return ModelSource(version, self.spoil)
 
-    async def restart_publisher(self) -> None:
-        """With a plan of its own, which a publisher makes once."""
-        await asyncio.to_thread(self.publisher.close)
-        self._trainer_end.new_publisher()
+    def plan_anew(self) -> None:
+        """A publisher plans once; a trainer with other tensors is another trainer."""
+        self.publisher._plan = self.publisher._snapshot = None
 
 
 @pytest.mark.parametrize("transport", list(Transport))
@@ -122,7 +120,7 @@ async def test_names_that_a_server_lacks_are_found_before_anything_is_sent(
         world.spoil = misspell
         (failure,) = (await world.publish(0)).failures
         assert "q_prj.weight (1 of" in failure
-        await world.restart_publisher()
+        world.plan_anew()
         world.spoil = lambda tensors: None
         await world.until(lambda: world.num_wishing == 2)
         assert (await world.publish(1)).failures == []
@@ -143,7 +141,7 @@ async def test_a_wrong_shape_costs_the_engine_its_weights_until_the_next_update(
         (failure,) = (await world.publish(0)).failures
         assert "bucket" in failure
         await world.until(lambda: world.status(0).engine_id != first and world.num_wishing == 1)
-        await world.restart_publisher()
+        world.plan_anew()
         world.spoil = lambda tensors: None
         assert (await world.publish(1)).failures == []
         await world.until(lambda: world.serves(1))
