@@ -15,6 +15,7 @@ from async_grpo.config.run import RunSection
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import StalenessSection
 from async_grpo.config.task import TaskSection
+from async_grpo.config.weights import WeightsSection
 from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay.server import ReplayServer
 from async_grpo.replay.trainer_client import TrainerClient
@@ -61,6 +62,7 @@ def replay_config(
         generation=GenerationSection(group_size=group_size, max_new_tokens=num_tokens),
         staleness=StalenessSection(max_staleness=2),
         replay=replace(section, **replay),
+        weights=WeightsSection(probe_tolerance=1e-3),  # as loading would resolve it
     )
 
 
