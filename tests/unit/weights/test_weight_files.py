@@ -175,7 +175,15 @@ async def test_a_file_name_stays_in_its_directory(tmp_path):
 
 
 async def test_a_source_that_stalls_is_given_up(tmp_path):
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)  # accepts, says nothing
+    ended = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # the request, and then the end of the connection
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     file = WeightFile(name="model.safetensors", num_bytes=1, sha256="0")
     files = WeightFiles(location=f"http://127.0.0.1:{port}/s/1.2", files=[file])
@@ -184,6 +192,8 @@ async def test_a_source_that_stalls_is_given_up(tmp_path):
             await WeightFetcher(str(tmp_path), 0.2).get(WEIGHTS, files)
     finally:
         server.close()
+    async with asyncio.timeout(10):
+        await ended.wait()
     assert list(tmp_path.iterdir()) == []
 
 
