@@ -1,4 +1,4 @@
-# `make` prints the targets. CI runs .ci/run: `make check`, `make test`, `make test-sglang`.
+# `make` prints the targets. CI runs .ci/run: `make check`, `make test`, `make test-faults`, `make test-sglang`.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Further arguments of pip, for instance an index that has a CPU build of torch.
@@ -21,7 +21,7 @@ export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart check fix docs test test-e2e sglang-env test-sglang simulate clean
+.PHONY: help setup quickstart check fix docs test test-e2e test-faults sglang-env test-sglang simulate clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,12 +63,15 @@ fix: $(DEV) ## apply what ruff can repair, and format
 docs: $(DEV) ## write the generated pages in docs/
 	$(BIN)/python tools/gen_docs.py
 
-test: $(DEV) ## all tests: unit, contracts, integration, 5,000 simulated schedules, end to end
+test: $(DEV) ## unit, contracts, integration, 5,000 simulated schedules, end to end
 	$(BIN)/pytest -q -n 2
 	$(BIN)/pytest -q -n 2 -m e2e tests/e2e
 
 test-e2e: $(DEV) ## only the tests that train with real processes
 	$(BIN)/pytest -q -n 2 -m e2e tests/e2e
+
+test-faults: $(DEV) ## the failure matrix of weight updates, with real processes
+	$(BIN)/pytest -q -n 2 -m faults tests/faults
 
 $(SGLANG): tools/sglang_cpu/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)

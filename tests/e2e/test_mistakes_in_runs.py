@@ -44,6 +44,10 @@ async def engine_process(run: RealRun, *overrides: str) -> AsyncIterator[str]:
             await process.wait()
 
 
+SOON = "run.no_progress_timeout_s=30"
+"""A run that can come to nothing ends with this."""
+
+
 def assert_all_told(run: RealRun, command: str) -> None:
     """Every mistake of the table that this command makes; and the books balance."""
     text = run.output()
@@ -61,7 +65,7 @@ async def test_a_reward_that_is_never_right(real_run: RealRun) -> None:
     shutil.copy(bad_rewards.__file__, real_run.root / "mine.py")
     command = IN_A_RUN[0].command
     _, _, *overrides = command.split()
-    real_run.start(*overrides, num_steps=2)
+    real_run.start(*overrides, SOON, num_steps=2)
     assert await asyncio.to_thread(real_run.finish) == 3, real_run.output()
     assert_all_told(real_run, command)
     report = real_run.audit()
@@ -94,7 +98,7 @@ async def test_an_engine_that_never_answers_right(real_run: RealRun) -> None:
     async with engine_process(real_run) as target, LyingEngine(target, lie) as engine:
         command = IN_A_RUN[-1].command
         _, _, *overrides = command.replace("$", engine.url).split()
-        real_run.start(*overrides, num_steps=2)
+        real_run.start(*overrides, SOON, num_steps=2)
         assert await asyncio.to_thread(real_run.finish) == 3, real_run.output()
         assert_all_told(real_run, command)
     report = real_run.audit()

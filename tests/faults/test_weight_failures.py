@@ -12,7 +12,7 @@ from tests.fakes.fake_engine import Fault
 from tests.fakes.gloo_engine import Mishap
 from tests.fakes.gloo_world import GlooWorld
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.faults
 
 PHASES = {
     "pause": (Route.PAUSE, 0),
