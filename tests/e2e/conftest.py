@@ -1,6 +1,7 @@
 """A model that is barely warmed up, and a run that uses it."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,13 @@ from pathlib import Path
 
 import pytest
 from real_run import RealRun
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_reaches_children() -> None:
+    """A shell that starts the tests in the background ignores SIGINT, and children inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -54,10 +54,11 @@ class Terminals:
 
     def ctrl_c(self, name: str) -> int:
         """As the terminal sends it, to all processes in the foreground; the exit code."""
-        process = self.processes.pop(name)
+        process = self.processes[name]
         children = descendants_of(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         code = process.wait(60)
+        del self.processes[name]
         left_over = [command_line(pid) for pid in children if command_line(pid)]
         assert left_over == [], self.output(name)
         return code
