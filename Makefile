@@ -70,8 +70,8 @@ test: $(DEV) ## unit, contracts, integration, 5,000 simulated schedules, end to 
 test-e2e: $(DEV) ## only the tests that train with real processes
 	$(BIN)/pytest -q -n 2 -m e2e tests/e2e
 
-test-faults: $(DEV) ## the failure matrix of weight updates, with real processes
-	$(BIN)/pytest -q -n 2 -m faults tests/faults
+test-faults: $(DEV) ## engines and rewards that die, hang or lie, in real processes
+	$(BIN)/pytest -q -n 2 -m faults tests/faults tests/e2e
 
 $(SGLANG): tools/sglang_cpu/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)

@@ -18,7 +18,7 @@ from tests.e2e.mistakes import IN_A_RUN
 from tests.fakes import bad_rewards
 from tests.fakes.lying_engine import LyingEngine, null_logprob, short_list
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
 
 @asynccontextmanager
