@@ -108,7 +108,8 @@ class Sampler:
             for _ in range(study.group_size):
                 sampled = next(found)
                 text = self._tokenizer.decode(sampled, skip_special_tokens=True)
-                reward = float(self._task.reward(text, prompt.answer, {}) or 0.0)
+                reward = self._task.reward(text, prompt.answer, {})
+                assert isinstance(reward, float), "the task scores by one number"
                 completion = self._completion(prompt.token_ids, sampled, version)
                 rollouts.append(Rollout([completion], reward))
             groups.append(RolloutGroup(prompt.index, 1, prompt.index, rollouts))
