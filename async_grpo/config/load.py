@@ -179,7 +179,7 @@ _AGREED: dict[str, tuple[str, ...]] = {
     "replay": ("address", "credit_bytes", "request_timeout_s"),
     "staleness": (),
     "algorithm": (),
-    "weights": ("host",),
+    "weights": ("host", "probe_tolerance", "download_directory"),
     "eval": (),
 }
 

@@ -163,6 +163,7 @@ OWN_CHANGES = [
     "engine.python=p", "engine.environment.A=b",
     "replay.address=tcp://127.0.0.1:1", "replay.credit_bytes=1000000000",
     "replay.request_timeout_s=20", "trainer.lr=1", "trainer.device=cpu", "weights.host=10.0.0.1",
+    "weights.probe_tolerance=0.01", "weights.download_directory=/elsewhere",
     "metrics.tensorboard=false", "launch.num_generators=2",
 ]  # fmt: skip
 
