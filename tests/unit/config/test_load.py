@@ -163,7 +163,7 @@ OWN_CHANGES = [
     "engine.python=p", "engine.environment.A=b",
     "replay.address=tcp://127.0.0.1:1", "replay.credit_bytes=1000000000",
     "replay.request_timeout_s=20", "trainer.lr=1", "trainer.device=cpu", "weights.host=10.0.0.1",
-    "weights.probe_tolerance=0.01", "weights.download_directory=/elsewhere",
+    "weights.probe_tolerance=0.01",
     "metrics.tensorboard=false", "launch.num_generators=2",
 ]  # fmt: skip
 
@@ -176,6 +176,14 @@ def test_the_digest_differs_if_an_agreed_field_does(base: Path, change: str) -> 
 @pytest.mark.parametrize("change", OWN_CHANGES)
 def test_the_digest_is_equal_if_only_own_fields_differ(base: Path, change: str) -> None:
     assert agreement_digest(load_config(base, [change])) == agreement_digest(load_config(base))
+
+
+def test_each_machine_may_download_weights_to_a_directory_of_its_own(base: Path) -> None:
+    here, there = (
+        load_config(base, ["weights.transport=http", f"weights.download_directory={directory}"])
+        for directory in ("/here", "/there")
+    )
+    assert agreement_digest(here) == agreement_digest(there)
 
 
 def test_every_field_is_documented() -> None:
