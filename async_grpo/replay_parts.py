@@ -184,6 +184,11 @@ class CellPhase(StrEnum):
     COMMITTED = "committed"
     FAILED = "failed"
 
+    def has_reached(self, phase: "CellPhase") -> bool:
+        """Whether there is nothing to wait for: it is at `phase`, beyond it, or has failed."""
+        order = list(CellPhase)
+        return order.index(self) >= order.index(phase)
+
 
 class WeightFile(Struct, frozen=True, kw_only=True):
     """One safetensors file."""

@@ -29,7 +29,6 @@ from async_grpo.types import WeightsName
 
 _RANK = 1
 """The engine's first, behind the trainer's."""
-_ORDER = list(CellPhase)
 
 
 class Matchmaker:
@@ -97,15 +96,9 @@ class Matchmaker:
         self, publish_sequence: int, cell_id: int, phase: CellPhase, *, timeout_s: float
     ) -> WaitCellReply:
         """How far the engine is, once it is at `phase` or has failed, or at the deadline."""
-
-        def reached() -> bool:
-            return self._phase is CellPhase.FAILED or (
-                _ORDER.index(self._phase) >= _ORDER.index(phase)
-            )
-
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(reached)
+                await self._changed.wait_for(lambda: self._phase.has_reached(phase))
         except TimeoutError:
             self._detail = self._detail or f"no word of it for {timeout_s:g} s"
         engine_id = self._engine.engine_id

@@ -172,7 +172,7 @@ class TrainerClient(RoleClient):
                 wait_s=max(0.0, min(self._poll_s, deadline - loop.time())),
             )
             reply = await self._control.ask(request, WaitCellReply)
-            if _all_reached(reply, phase) or loop.time() >= deadline:
+            if reply.has_reached(phase) or loop.time() >= deadline:
                 return reply
 
     async def evaluations(self, seen: int) -> list[EvalResult]:
@@ -198,9 +198,3 @@ class TrainerClient(RoleClient):
     async def finish(self, reason: str) -> None:
         """The run is over: everyone stops."""
         await self._control.ask(Finish(incarnation=self._incarnation, reason=reason[:500]), Ok)
-
-
-def _all_reached(reply: WaitCellReply, phase: CellPhase) -> bool:
-    order = list(CellPhase)
-    wanted = order.index(phase)
-    return all(order.index(reached) >= wanted for reached in reply.phases.values())

@@ -57,6 +57,10 @@ class WaitCellReply(Message, frozen=True, kw_only=True, tag="WaitCellReply"):
     reports: dict[str, UpdateReport] = {}
     """of the engines that have committed"""
 
+    def has_reached(self, phase: CellPhase) -> bool:
+        """Whether no engine of the cell is still to reach `phase`."""
+        return all(each.has_reached(phase) for each in self.phases.values())
+
 
 class WaitCell(Message, frozen=True, kw_only=True, tag="WaitCell"):
     """Long poll until every engine of the cell is at `phase` or has failed."""

@@ -11,8 +11,6 @@ from async_grpo.types import WeightsName
 
 T = TypeVar("T")
 
-_ORDER = list(CellPhase)
-
 
 class Call(Protocol):
     """Runs a coroutine of `PublishReplay` on its event loop and blocks for the result."""
@@ -84,7 +82,7 @@ class CellOrder:
         missing = []
         for engine in self.cell.engines:
             reached = reply.phases.get(engine.engine_id, CellPhase.ANNOUNCED)
-            if reached is CellPhase.FAILED or _ORDER.index(reached) < _ORDER.index(phase):
+            if reached is CellPhase.FAILED or not reached.has_reached(phase):
                 detail = reply.details.get(engine.engine_id, "")
                 missing.append(f"{engine.engine_id} is {reached.value}{detail and f': {detail}'}")
         return missing

@@ -42,7 +42,7 @@ from async_grpo.replay_api.trainer import (
     StartTrainerReply,
     TrainerHeartbeat,
 )
-from async_grpo.replay_parts import CellPhase, LeasedGroup
+from async_grpo.replay_parts import LeasedGroup
 from async_grpo.types import WeightsName
 
 
@@ -296,8 +296,7 @@ def wait_cell(
     reply = cell_now(kernel, request)
     if isinstance(reply, Error):
         return reply
-    far_enough = {request.phase, CellPhase.COMMITTED, CellPhase.FAILED}
-    return reply if far_enough.issuperset(reply.phases.values()) else None
+    return reply if reply.has_reached(request.phase) else None
 
 
 def cell_now(kernel: Kernel, request: WaitCell) -> WaitCellReply | Error:
