@@ -188,23 +188,28 @@ AT_AN_ENGINE = [
             ("context of engine g/0#", "(9) is below the", "raise it, or shorten prompts")),
 ]  # fmt: skip
 
-NEVER_RIGHT = "run @ task.reward=mine:never task.reward_timeout_s=0.2"
 NO_GROUPS = "handed out no groups within"
-# Whole runs in which no group ever comes to be trained. One run may show several mistakes; the
-# message is in what it prints. $ is an engine that somebody else has started.
-IN_A_RUN = [
-    Mistake("a reward that raises, always", NEVER_RIGHT, 3,
-            ("last error of generator-0: group", "completions: error (prompt", "ValueError: on")),
-    Mistake("a reward that hangs, always", NEVER_RIGHT, 3, ("no reward within 0.2 s",)),
-    Mistake("a reward that is no number, always", NEVER_RIGHT, 3,
-            ("returned nan, which is not finite",)),
-    Mistake("no group is ever trained", NEVER_RIGHT, 3,
-            (NO_GROUPS, "do generators run, and do groups finish?", "last error   generator-0")),
-    Mistake("an engine that answers lists of the wrong length", "run @ engine.urls=[$]", 3,
-            ("last error of generator-0: group", "log-probs, completion_tokens", NO_GROUPS)),
-    Mistake("an engine whose log-probs are no numbers", "run @ engine.urls=[$]", 3,
-            ("last error of generator-0: group", "refused: the log-prob at", "is None", NO_GROUPS)),
+FAILED = "last error of generator-0: group"
+# Whole runs in which no group ever comes to be trained; the message is in what they print, where a
+# newer error takes the place of an older one: one mistake a run. $ is an engine that somebody else
+# has started.
+WRONG_REWARDS = [
+    Mistake("a reward that raises, always", "run @ task.reward=mine:raises", 3,
+            (FAILED, "completions: error (prompt", "ValueError: on purpose", NO_GROUPS)),
+    Mistake("a reward that hangs, always",
+            "run @ task.reward=mine:hangs task.reward_timeout_s=0.2", 3,
+            (FAILED, "no reward within 0.2 s", NO_GROUPS,
+             "do generators run, and do groups finish?", "last error   generator-0")),
+    Mistake("a reward that is no number, always", "run @ task.reward=mine:no_number", 3,
+            (FAILED, "returned nan, which is not finite", NO_GROUPS)),
 ]  # fmt: skip
+SHORT_LIST = Mistake(
+    "an engine that answers lists of the wrong length", "run @ engine.urls=[$]", 3,
+    (FAILED, "log-probs, completion_tokens", NO_GROUPS))  # fmt: skip
+NULL_LOGPROB = Mistake(
+    "an engine whose log-probs are no numbers", "run @ engine.urls=[$]", 3,
+    (FAILED, "refused: the log-prob at", "is None", NO_GROUPS))  # fmt: skip
+IN_A_RUN = [*WRONG_REWARDS, SHORT_LIST, NULL_LOGPROB]
 
 EVERYTHING = [*CONFIGURATION, *MODEL_AND_TASK, *PEERS, *BESIDE_A_SERVER, *AT_AN_ENGINE, *IN_A_RUN]
 

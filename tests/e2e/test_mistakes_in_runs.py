@@ -1,7 +1,6 @@
 """Whole runs with a bad reward or engine: always bad is told, bad at times costs little."""
 
 import asyncio
-import itertools
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -14,9 +13,10 @@ import pytest
 from real_run import RealRun
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.mistakes import IN_A_RUN
+from async_grpo.analysis.audit import AuditReport
+from tests.e2e.mistakes import NULL_LOGPROB, SHORT_LIST, WRONG_REWARDS, Mistake
 from tests.fakes import bad_rewards
-from tests.fakes.lying_engine import LyingEngine, null_logprob, short_list
+from tests.fakes.lying_engine import Lie, LyingEngine, null_logprob, short_list
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -48,28 +48,28 @@ SOON = "run.no_progress_timeout_s=30"
 """A run that can come to nothing ends with this."""
 
 
-def assert_all_told(run: RealRun, command: str) -> None:
-    """Every mistake of the table that this command makes; and the books balance."""
+async def assert_told(run: RealRun, mistake: Mistake, url: str = "") -> AuditReport:
+    """The run comes to nothing, says why, and its books balance."""
+    _, _, *overrides = mistake.command.replace("$", url).split()
+    run.start(*overrides, SOON, num_steps=2)
+    assert await asyncio.to_thread(run.finish) == mistake.code, run.output()
     text = run.output()
     assert "Traceback" not in text
-    for mistake in (mistake for mistake in IN_A_RUN if mistake.command == command):
-        position = 0
-        for part in mistake.says:
-            position = text.find(part, position)
-            assert position >= 0, f"{mistake.what}: {part!r} is not in\n{text}"
+    position = 0
+    for part in mistake.says:
+        position = text.find(part, position)
+        assert position >= 0, f"{part!r} is not in\n{text}"
     assert run.left_over() == []
-    assert run.audit().ok, run.audit().problems
-
-
-async def test_a_reward_that_is_never_right(real_run: RealRun) -> None:
-    shutil.copy(bad_rewards.__file__, real_run.root / "mine.py")
-    command = IN_A_RUN[0].command
-    _, _, *overrides = command.split()
-    real_run.start(*overrides, SOON, num_steps=2)
-    assert await asyncio.to_thread(real_run.finish) == 3, real_run.output()
-    assert_all_told(real_run, command)
-    report = real_run.audit()
+    report = run.audit()
+    assert report.ok, report.problems
     assert (report.trained, report.steps) == (0, 0)
+    return report
+
+
+@pytest.mark.parametrize("mistake", WRONG_REWARDS, ids=lambda mistake: mistake.what)
+async def test_a_reward_that_is_never_right(real_run: RealRun, mistake: Mistake) -> None:
+    shutil.copy(bad_rewards.__file__, real_run.root / "mine.py")
+    report = await assert_told(real_run, mistake)
     assert set(report.dropped) == {"reward_failed"}
 
 
@@ -88,21 +88,20 @@ async def test_a_reward_that_is_sometimes_wrong_costs_those_groups(real_run: Rea
     assert real_run.left_over() == []
 
 
-async def test_an_engine_that_never_answers_right(real_run: RealRun) -> None:
-    lies = itertools.cycle([null_logprob, short_list])
-
+@pytest.mark.parametrize(
+    ("mistake", "change"),
+    [(SHORT_LIST, short_list), (NULL_LOGPROB, null_logprob)],
+    ids=["short list", "null log-prob"],
+)
+async def test_an_engine_that_never_answers_right(
+    real_run: RealRun, mistake: Mistake, change: Lie
+) -> None:
     def lie(number: int, reply: dict[str, Any]) -> None:
         if is_member(reply):
-            next(lies)(number, reply)
+            change(number, reply)
 
     async with engine_process(real_run) as target, LyingEngine(target, lie) as engine:
-        command = IN_A_RUN[-1].command
-        _, _, *overrides = command.replace("$", engine.url).split()
-        real_run.start(*overrides, SOON, num_steps=2)
-        assert await asyncio.to_thread(real_run.finish) == 3, real_run.output()
-        assert_all_told(real_run, command)
-    report = real_run.audit()
-    assert (report.trained, report.steps) == (0, 0)
+        report = await assert_told(real_run, mistake, engine.url)
     assert set(report.dropped) == {"generation_failed"}
 
 

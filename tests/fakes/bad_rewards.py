@@ -53,17 +53,19 @@ def tell_pid_and_hang(completion, answer, metadata):
     return float(10 ** (10**10))
 
 
-def never(completion, answer, metadata):
-    """Never right: raises, is no number or hangs, as the answer begins."""
-    if answer[0] == "a":
-        raise ValueError("on purpose")
-    if answer[0] == "b":
-        return float("nan")
-    return time.sleep(3600)
+def raises(completion, answer, metadata):
+    raise ValueError("on purpose")
+
+
+def no_number(completion, answer, metadata):
+    return float("nan")
+
+
+def hangs(completion, answer, metadata):
+    time.sleep(3600)
 
 
 def sometimes(completion, answer, metadata):
     """Right for most answers."""
-    if answer[:2] in ("aa", "ba", "ca"):
-        return never(completion, answer, metadata)
-    return float(completion == answer)
+    wrong = {"aa": raises, "ba": no_number, "ca": hangs}.get(answer[:2])
+    return wrong(completion, answer, metadata) if wrong else float(completion == answer)
