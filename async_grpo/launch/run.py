@@ -85,6 +85,7 @@ def _shown_on(screen: Screen, config: Config, restarts: Callable[[], dict[str, i
             num_train_steps=config.run.num_train_steps,
             max_staleness=config.staleness.max_staleness,
             elapsed_s=elapsed_s,
+            heartbeat_s=config.replay.heartbeat_s,
             restarts=restarts(),
         )
         screen.show(picture)

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from async_grpo.launch.status import utilization
+from async_grpo.launch.status import doing, utilization
 from async_grpo.launch.supervisor import REPLAY
 from async_grpo.replay_api.peers import PeerView, StatsReply
 from async_grpo.replay_parts import Role
@@ -34,6 +34,8 @@ class Picture:
     num_train_steps: int
     max_staleness: int
     elapsed_s: float
+    heartbeat_s: float
+    """a role that says nothing for twice as long is silent"""
     restarts: Mapping[str, int] = field(default_factory=dict)
     """role -> times it was started again"""
 
@@ -131,20 +133,21 @@ def _roles(picture: Picture) -> Table:
     peers = {peer.name: peer for peer in picture.stats.peers if peer.role is not Role.MONITOR}
     names = sorted({*peers, *picture.restarts}, key=lambda name: (name != "trainer", name))
     for name in names[:_MAX_ROLES]:
-        table.add_row(name, *_cells(name, peers.get(name)), str(picture.restarts.get(name, 0)),
-                      _error(peers.get(name)))  # fmt: skip
+        peer = peers.get(name)
+        cells = _cells(name, peer, picture.heartbeat_s)
+        table.add_row(name, *cells, str(picture.restarts.get(name, 0)), _error(peer))
     if len(names) > _MAX_ROLES:
         table.add_row(f"and {len(names) - _MAX_ROLES} more", "", "", "", "")
     return table
 
 
-def _cells(name: str, peer: PeerView | None) -> tuple[str, str]:
+def _cells(name: str, peer: PeerView | None, heartbeat_s: float) -> tuple[str, str]:
     if name == REPLAY:
         return "serving", "-"  # it has just answered
-    if peer is None or peer.status is None:
-        return ("starting" if peer else "away"), "-"
-    share = utilization(peer.status)
-    return peer.status.state, "-" if share is None else f"{share:.0%}"
+    if peer is None:
+        return "away", "-"
+    share = utilization(peer.status) if peer.status is not None else None
+    return doing(peer, heartbeat_s), "-" if share is None else f"{share:.0%}"
 
 
 def _error(peer: PeerView | None) -> str:

@@ -15,7 +15,7 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import PeerError
 from async_grpo.interfaces import Clock
-from async_grpo.replay_api.peers import StatsReply
+from async_grpo.replay_api.peers import PeerView, StatsReply
 from async_grpo.replay_parts import Role, RoleStatus
 
 _TAIL_BYTES = 65536
@@ -90,8 +90,13 @@ class StatusLine:
                     self._show(stats, steps, self._clock() - self._started)
                     continue
                 last_step = steps[-1] if steps else {}
-                total = self._config.run.num_train_steps
-                self._say(f"{self._elapsed()} {format_status(stats, last_step, total)}")
+                line = format_status(
+                    stats,
+                    last_step,
+                    self._config.run.num_train_steps,
+                    self._config.replay.heartbeat_s,
+                )
+                self._say(f"{self._elapsed()} {line}")
                 self._say_new_errors()
         finally:
             await monitor.close()
@@ -109,7 +114,9 @@ class StatusLine:
         return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def format_status(stats: StatsReply, last_step: dict[str, Any], num_train_steps: int) -> str:
+def format_status(
+    stats: StatsReply, last_step: dict[str, Any], num_train_steps: int, heartbeat_s: float
+) -> str:
     """One line: progress, the last step's figures, what each role does, the buffer."""
     parts = [f"step {stats.policy_version}/{num_train_steps}"]
     for label, name, form in (
@@ -125,7 +132,7 @@ def format_status(stats: StatsReply, last_step: dict[str, Any], num_train_steps:
         speed = f", {rate:,.0f} tokens/s" if rate else ""
         busy = utilization(peer.status)
         share = f" ({busy:.0%} busy)" if busy is not None else ""
-        parts.append(f"{peer.name} {peer.status.state}{share}{speed}")
+        parts.append(f"{peer.name} {doing(peer, heartbeat_s)}{share}{speed}")
     mebibytes = stats.stored_bytes / 2**20
     parts.append(
         f"groups {stats.claimed} claimed, {stats.stored} stored ({mebibytes:.1f} MiB), "
@@ -135,6 +142,13 @@ def format_status(stats: StatsReply, last_step: dict[str, Any], num_train_steps:
 
 
 _BUSY = ("working", "generating")
+
+
+def doing(peer: PeerView, heartbeat_s: float) -> str:
+    """What a role last said that it does, or for how long it has said nothing."""
+    if peer.heartbeat_age_s >= 2 * heartbeat_s:
+        return f"silent {peer.heartbeat_age_s:.0f} s"
+    return peer.status.state if peer.status is not None else "starting"
 
 
 def utilization(status: RoleStatus) -> float | None:

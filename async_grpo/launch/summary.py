@@ -44,6 +44,8 @@ def summarize(
     ]
     restarts = ", ".join(f"{name} {count}" for name, count in outcome.restarts.items())
     lines.append(f"  restarts     {restarts or 'none'}")
+    if outcome.killed:
+        lines.append(f"  killed       {', '.join(outcome.killed)}: did not end in time")
     if not holds_run(directory):
         lines.append("  audit        nothing to audit: no ticket was handed out")
         return Summary("\n".join(lines), audit_ok=True)

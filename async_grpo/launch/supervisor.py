@@ -54,8 +54,8 @@ class Outcome:
     log_tail: str = ""
     """the end of the log of the role that ended the run"""
     restarts: dict[str, int] = field(default_factory=dict)
-    stopped_in_order: bool = True
-    """nobody had to be killed at the end"""
+    killed: tuple[str, ...] = ()
+    """roles that did not end in time"""
 
 
 class Supervisor:
@@ -104,12 +104,12 @@ class Supervisor:
             await asyncio.gather(work, return_exceptions=True)
         finally:
             ended.cancel()
-            in_order = await self._stop()
+            killed = await self._stop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
         assert self._outcome is not None, "work ended without a reason"
         self._outcome.restarts = dict(self._restarts)
-        self._outcome.stopped_in_order = in_order
+        self._outcome.killed = killed
         return self._outcome
 
     async def _work(self) -> None:
@@ -210,10 +210,10 @@ class Supervisor:
             self._outcome = Outcome(code, cause, log_tail)
             self._ended.set()
 
-    async def _stop(self) -> bool:
-        """End everyone within 0.75 shutdown_timeout_s, the replay server last; True: in order.
+    async def _stop(self) -> tuple[str, ...]:
+        """End everyone within 0.75 shutdown_timeout_s, the replay server last.
 
-        The rest of the time is for orphans and the summary.
+        The rest of the time is for orphans and the summary. Returns who had to be killed.
         """
         budget_s = self._settings.shutdown_timeout_s
         workers_s = 0.6 * budget_s
@@ -221,7 +221,7 @@ class Supervisor:
         trainer = self._processes.get(TRAINER)
         if trainer is not None and not trainer.running:  # it has told the others
             if await wait_all(everyone, 0.3 * budget_s, self._hurry):
-                return True
+                return ()
             workers_s -= 0.3 * budget_s
         workers = [process for process in everyone if process.name != REPLAY]
         for process in workers:
@@ -233,7 +233,7 @@ class Supervisor:
         await wait_all(servers, 0.15 * budget_s, self._hurry)
         late = [process for process in everyone if process.running]
         await self._kill(late)
-        return not late
+        return tuple(process.name for process in late)
 
     async def _kill(self, late: Sequence[RoleProcess]) -> None:
         """What is left when the time is over, or when a second Ctrl-C has come."""

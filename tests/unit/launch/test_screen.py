@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from async_grpo.launch.screen import Picture, Screen, clock_text, draw, eta_s, sparkline
@@ -33,7 +34,7 @@ def picture(
     )  # fmt: skip
     return Picture(
         stats=stats, steps=steps, num_train_steps=40, max_staleness=4, elapsed_s=80.0,
-        restarts=restarts or {},
+        heartbeat_s=2.0, restarts=restarts or {},
     )  # fmt: skip
 
 
@@ -70,6 +71,14 @@ def test_everything_is_on_it() -> None:
     assert rows["replay"][1:4] == ["serving", "-", "1"]
     names = [line.split()[0] for line in lines if line and line.split()[0] in restarts]
     assert names == ["trainer", "generator-0", "replay"]
+
+
+def test_a_role_that_says_nothing_any_more_is_called_silent() -> None:
+    late = msgspec.structs.replace(
+        peer(Role.GENERATOR, "generator-0", "generating"), heartbeat_age_s=4.2
+    )
+    (row,) = [line for line in drawn(picture([late])) if line.startswith("generator-0")]
+    assert row.split()[1:4] == ["silent", "4", "s"]
 
 
 def test_it_fits_a_small_terminal_whatever_happens() -> None:

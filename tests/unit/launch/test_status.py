@@ -56,7 +56,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_the_line() -> None:
-    line = format_status(stats(), {"reward/mean": 0.25, "staleness/mean": 1.5}, 30)
+    line = format_status(stats(), {"reward/mean": 0.25, "staleness/mean": 1.5}, 30, 2.0)
     assert line == (
         "step 2/30 | reward 0.250 | staleness 1.50 | trainer working (75% busy) | "
         "g generating (90% busy), 5,300 tokens/s | "
@@ -65,8 +65,14 @@ def test_the_line() -> None:
 
 
 def test_the_line_before_the_first_step() -> None:
-    line = format_status(stats(peers=[]), {}, 30)
+    line = format_status(stats(peers=[]), {}, 30, 2.0)
     assert line == "step 2/30 | groups 20 claimed, 6 stored (1.5 MiB), 4 leased, 2 dropped"
+
+
+def test_a_role_that_says_nothing_any_more_is_called_silent() -> None:
+    late = PeerView(role=Role.GENERATOR, name="g", heartbeat_age_s=4.2, status=GENERATOR)
+    line = format_status(stats(peers=[late]), {}, 30, 2.0)
+    assert "| g silent 4 s (90% busy)" in line
 
 
 def test_utilization_begins_after_the_start() -> None:
@@ -160,12 +166,13 @@ def test_the_summary_of_a_run_that_never_began(config: Config) -> None:
 
 
 def test_the_summary_tells_what_last_went_wrong_in_each_role(config: Config) -> None:
-    outcome = Outcome(ExitCode.PEER, "trainer ended with exit code 3")
+    outcome = Outcome(ExitCode.PEER, "trainer ended with exit code 3", killed=("generator-0",))
     hurt = RoleStatus(state="generating", last_error="prompt 3: ValueError:\n  on purpose")
     seen = {"g": hurt, "trainer": TRAINER}
     summary = summarize(config, RunDirectory(Path(config.run.output_dir)), outcome, seen)
     assert "  last error   g: prompt 3: ValueError: on purpose\n" in summary.text
     assert summary.text.count("last error") == 1
+    assert "  killed       generator-0: did not end in time\n" in summary.text
 
 
 def test_ctrl_c_does_not_wait_for_the_audit(config: Config) -> None:

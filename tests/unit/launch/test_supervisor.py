@@ -112,7 +112,7 @@ async def test_a_finished_trainer_ends_the_run_in_order(fake: FakeRun) -> None:
     fake.trainer = "pass"
     outcome = await fake.supervisor().run()
     assert (outcome.code, outcome.cause) == (ExitCode.OK, "the trainer is done")
-    assert outcome.stopped_in_order
+    assert outcome.killed == ()
     assert processes_in(fake.root) == []
 
 
@@ -233,7 +233,7 @@ async def test_ctrl_c_ends_all_in_order(fake: FakeRun) -> None:
     task = await started(supervisor, "trainer", "generator-0")
     outcome, _ = await send_and_await(signal.SIGINT, task)
     assert outcome.code is ExitCode.INTERRUPTED
-    assert outcome.stopped_in_order
+    assert outcome.killed == ()
     assert processes_in(fake.root) == []
 
 
@@ -251,7 +251,7 @@ async def test_who_does_not_listen_is_killed_within_the_time_limit(fake: FakeRun
     task = await started(supervisor, "trainer", "generator-0")
     outcome, waited_s = await send_and_await(signal.SIGINT, task)
     assert outcome.code is ExitCode.INTERRUPTED
-    assert not outcome.stopped_in_order
+    assert outcome.killed == ("trainer",)
     assert waited_s < 2.0
     assert [line for line in fake.said if "trainer did not end in time and is killed" in line]
     assert processes_in(fake.root) == []
