@@ -5,31 +5,57 @@ The group is never the default one: a TCPStore wrapped in PrefixStore(group_name
 `_new_process_group_helper`, which is what SGLang's `init_custom_process_group` does. A group built
 by `init_process_group` or `new_group` uses other store keys, and both sides would hang.
 
+Left alone, gloo tells the other ranks the address of this machine's *name*, which on many machines
+is the loopback interface: it is told the one that faces rank 0 instead, unless the user has set
+GLOO_SOCKET_IFNAME.
+
 Does not know what the bytes mean. Blocking calls; several groups may be used from several threads,
 one thread each.
 """
 
 import logging
+import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
 from async_grpo.errors import WeightSyncError
+from async_grpo.weights.addresses import address_facing, listening_socket
 
 logger = logging.getLogger(__name__)
 
 _LISTEN_TIMEOUT = timedelta(seconds=120)
 """Of the listening store's own requests; it answers itself, so never in practice."""
 
+_GLOO_FACING = "async_grpo_gloo"
+"""Our name of gloo at an address that is chosen; on the wire it is gloo."""
+
+
+def _new_gloo(parts: Any, address: str) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch 2.6 has no other
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = parts.timeout
+    return ProcessGroupGloo(parts.store, parts.group_rank, parts.group_size, options)
+
+
+Backend.register_backend(_GLOO_FACING, _new_gloo, extended_api=True, devices=["cpu"])
+
 
 def listen(host: str) -> tuple[TCPStore, int]:
     """Rank 0's store on a port chosen by the system.
 
     Args:
-        host: address that the engines can reach.
+        host: address of this machine that the engines can reach; it listens there only.
 
     Returns:
         The store, to be kept until the group is closed, and its port. The port is open as long as
@@ -39,13 +65,19 @@ def listen(host: str) -> tuple[TCPStore, int]:
         WeightSyncError: `host` cannot be bound.
     """
     try:
-        # No worker count: the caller announces the port only after this returns.
-        store = TCPStore(
-            host, 0, None, is_master=True, timeout=_LISTEN_TIMEOUT, wait_for_workers=False
-        )
-    except RuntimeError as error:
-        raise _failed(host, "listen", error) from error
-    return store, store.port
+        with listening_socket(host) as listener:
+            port = listener.getsockname()[1]
+            # Left to itself the store listens on every interface. No worker count: the caller
+            # announces the port only after this returns.
+            store = TCPStore(
+                host, port, None, is_master=True, timeout=_LISTEN_TIMEOUT, wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+    except (RuntimeError, OSError) as error:
+        raise WeightSyncError(
+            f"weights.host={host}", "the announced weights", "listen", str(error)
+        ) from error
+    return store, port
 
 
 class UpdateGroup:
@@ -125,6 +157,9 @@ def join_group(
             store = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
         store.set_timeout(timeout)
         prefixed = PrefixStore(group_name, store)
+        address = None
+        if backend == Backend.GLOO and not os.environ.get("GLOO_SOCKET_IFNAME"):
+            backend, address = _GLOO_FACING, address_facing(host, port)
         group, _ = _new_process_group_helper(
             world_size,
             rank,
@@ -132,9 +167,10 @@ def join_group(
             Backend(backend),
             prefixed,
             group_name,  # type: ignore[arg-type]  # a NewType of str that torch 2.6 lacks
+            backend_options=address,
             timeout=timeout,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise _failed(group_name, f"join at {host}:{port}", error) from error
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return UpdateGroup(group, store, group_name, timeout_s)

@@ -27,6 +27,7 @@ from async_grpo.interfaces import Clock, PublishReplay, WeightSource
 from async_grpo.replay_api.publishing import AnnounceReply
 from async_grpo.replay_parts import Cell, CellPhase, UpdateReport, WeightFiles
 from async_grpo.types import WeightsName
+from async_grpo.weights.addresses import require_own_address
 from async_grpo.weights.arrival import ArrivalWatch
 from async_grpo.weights.broadcast import BroadcastTransport, broadcast_backend
 from async_grpo.weights.cells import Call, CellOrder
@@ -84,7 +85,7 @@ class WeightPublisher:
         clock: seconds.
 
     Raises:
-        ConfigError: `weights.directory` is in use.
+        ConfigError: `weights.directory` is in use, or `weights.host` is no address of ours.
     """
 
     def __init__(
@@ -104,6 +105,8 @@ class WeightPublisher:
             ),
             Transport.http: lambda: HttpTransport(call, settings.host, settings.timeout_s),
         }
+        if settings.transports() != {Transport.disk}:
+            require_own_address("weights.host", settings.host)
         self._transports = {kind: make[kind]() for kind in settings.transports()}
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._job: Future[PublishResult] | None = None
