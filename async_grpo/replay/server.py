@@ -210,6 +210,11 @@ class ReplayServer:
 
     def _settle(self, effects: Effects, now: float) -> None:
         self._commit(effects)
+        for name in effects.silent:
+            logger.warning(
+                "%s has not been heard of for %g s (replay.peer_timeout_s): what it held is free",
+                name, self._peer_timeout_s,
+            )  # fmt: skip
         if effects.changed:
             self._retry_parked(now)
 

@@ -116,14 +116,15 @@ class ReplayCore:
         """Decide one event. Times never go back."""
         kernel = self._kernel
         reply = None
+        silent: list[str] = []
         if isinstance(event, Received):
             reply = self._receive(event.peer, event.request, now)
         elif isinstance(event, Joined):
             reply = self._join(event, now)
         else:
             assert isinstance(event, Tick), f"unknown event {event!r}"
-            self._tick(now)
-        effects = Effects(reply, list(kernel.records), list(kernel.freed), kernel.changed)
+            silent = self._tick(now)
+        effects = Effects(reply, list(kernel.records), list(kernel.freed), kernel.changed, silent)
         kernel.records.clear()
         kernel.freed.clear()
         kernel.changed = False
@@ -272,9 +273,11 @@ class ReplayCore:
             kernel.changed = True
         return Ok()
 
-    def _tick(self, now: float) -> None:
+    def _tick(self, now: float) -> list[str]:
+        """Names of peers that fell silent."""
         kernel = self._kernel
-        for member in kernel.members.silent(now):
+        silent = kernel.members.silent(now)
+        for member in silent:
             kernel.members.remove(member.instance)
             kernel.changed = True
             if member.role is Role.GENERATOR:
@@ -290,6 +293,7 @@ class ReplayCore:
             if now > kernel.eval_deadlines[evaluation.group_id]:
                 kernel.lose_eval_claim(evaluation, f"{generator} missed the group deadline")
                 kernel.notify([generator])
+        return [member.name for member in silent]
 
 
 def _hello_required(peer: str) -> Reply:

@@ -51,3 +51,5 @@ class Effects:
     """(group_id, attempt) whose payload may be forgotten"""
     changed: bool = False
     """parked requests are worth another try"""
+    silent: list[str] = field(default_factory=list)
+    """names of peers that were given up"""
