@@ -123,6 +123,7 @@ class Sampler:
         section: sampling parameters and deadlines.
         evaluation: sampling parameters of eval tickets, where they differ.
         stop_token_ids: end a completion.
+        seed: of the run.
         clock: for the times in `Sampled`.
 
     Attributes:
@@ -137,10 +138,12 @@ class Sampler:
         *,
         stop_token_ids: list[int],
         evaluation: EvalSection | None = None,
+        seed: int = 0,
         clock: Clock = time.monotonic,
     ) -> None:
         self._router = router
         self._section = section
+        self._seed = seed
         self._clock = clock
         train = _sampling_params(section.max_new_tokens, section.temperature, stop_token_ids)
         self._params = {TicketKind.TRAIN: train, TicketKind.EVAL: train}
@@ -208,7 +211,7 @@ class Sampler:
         assert weights is not None, "the router gives out serving engines only"
         self._check(engine, draft)
         seeded = engine.info.enable_deterministic_inference
-        request = draft.rest(rid, str(weights), seed=_seed(rid) if seeded else None)
+        request = draft.rest(rid, str(weights), seed=_seed(self._seed, rid) if seeded else None)
         try:
             reply = await engine.client.generate(request, timeout_s=self._section.request_timeout_s)
         except (asyncio.CancelledError, GenerationError):
@@ -261,9 +264,9 @@ class Sampler:
             await asyncio.wait(self._aborts)
 
 
-def _seed(rid: str) -> int:
-    """Every request its own, so that the members of a group differ."""
-    return zlib.crc32(rid.encode())
+def _seed(run_seed: int, rid: str) -> int:
+    """Every request its own, so that the members of a group, its attempts and runs differ."""
+    return zlib.crc32(f"{run_seed}/{rid}".encode())
 
 
 def _sampling_params(

@@ -117,6 +117,7 @@ class Generator:
             config.generation,
             stop_token_ids=[] if eos is None else [eos],
             evaluation=config.eval,
+            seed=config.run.seed,
             clock=clock,
         )
         self._runner = GroupRunner(

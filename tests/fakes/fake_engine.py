@@ -179,7 +179,7 @@ class FakeEngine:
         self._running: dict[str, _Running] = {}
         self._paused = False
         self._failure = ""
-        self._faults: dict[Path, deque[Fault]] = {}
+        self._faults: dict[Path, deque[Fault | None]] = {}
         self._current: dict[asyncio.Task[Any], Fault] = {}
         self._hanging = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -214,9 +214,9 @@ class FakeEngine:
 
     # ---- control by the test
 
-    def fail_next(self, path: Path, fault: Fault, times: int = 1) -> None:
-        """The next `times` calls of `path` go wrong."""
-        self._faults.setdefault(path, deque()).extend([fault] * times)
+    def fail_next(self, path: Path, fault: Fault, times: int = 1, *, skip: int = 0) -> None:
+        """The next `times` calls of `path` go wrong, but for the first `skip`."""
+        self._faults.setdefault(path, deque()).extend([*[None] * skip, *[fault] * times])
 
     def fail_forever(self, reason: str) -> None:
         """/ready and /health answer 503 from now on."""

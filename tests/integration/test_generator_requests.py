@@ -3,16 +3,16 @@
 import pytest
 
 from async_grpo.engine_api import Path as Route
-from async_grpo.types import DropReason
-from tests.fakes.fake_engine import Script
-from tests.fakes.generator_world import World
+from async_grpo.types import DropReason, Ticket
+from tests.fakes.fake_engine import Fault, Script
+from tests.fakes.generator_world import LetterTokenizer, World
 
 
-async def _started(world, *, size):
+async def _started(world, *, size, token=5):
     """An engine that serves, with the members of one group in flight."""
     (engine_id,) = await world.replay.wanting()
     engine = await world.publish_by_hand("1.0", engine_id)
-    engine.script = lambda request: Script([5] * request.sampling_params.max_new_tokens)
+    engine.script = lambda request: Script([token] * request.sampling_params.max_new_tokens)
     world.replay.add_tickets(1)
     await engine.until(lambda: len(engine.running) == size)
     return engine
@@ -66,17 +66,66 @@ async def test_a_request_that_is_not_answered_in_time_is_aborted_and_sampled_els
         assert len(set(rids)) == len(rids)
 
 
+async def test_b035_ids_are_those_that_were_sampled_whatever_their_text_would_be(tmp_path):
+    """Two ids of one letter: the text, tokenized again, would be another completion."""
+    tokenizer = LetterTokenizer()
+    assert tokenizer.encode(tokenizer.decode([14])) == [5]
+    async with World(tmp_path, manual=True, group_size=2).running() as world:
+        engine = await _started(world, size=2, token=14)
+        first, other = engine.running
+        await engine.step(3)
+        await engine.abort(first)
+        await engine.until(lambda: f"{first}-1" in engine.running)
+        await engine.step(8)
+        await world.replay.until(lambda: len(world.replay.inserted) == 1)
+        sent = {body["rid"]: body["input_ids"] for body in _members(engine)}
+        assert sent[f"{first}-1"] == [*sent[other], 14, 14, 14]
+    for rollout in world.replay.inserted[0].rollouts:
+        assert rollout.sequences[0].token_ids.tolist() == [14] * 8
+    assert world.rewards.texts == [["d" * 8] * 2]
+
+
+async def test_b031_every_request_asks_for_the_full_distribution(tmp_path):
+    """First tries, second ones and what goes on after an abort: servers have their own defaults."""
+    full = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "n": 1}
+    world = World(tmp_path, manual=True, group_size=2)
+    world.config.generation.temperature = 0.7
+    async with world.running():
+        engine = await _started(world, size=2)
+        first, other = engine.running
+        await engine.abort(other)
+        await engine.until(lambda: f"{other}-1" in engine.running)
+        await engine.step(3)
+        await engine.abort(first)
+        await engine.until(lambda: f"{first}-1" in engine.running)
+        await engine.step(8)
+        await world.replay.until(lambda: len(world.replay.inserted) == 1)
+        sent = [body["sampling_params"] for body in _members(engine)]
+    assert [{name: params[name] for name in full} for params in sent] == [full] * 4
+    for rollout in world.replay.inserted[0].rollouts:
+        assert rollout.sequences[0].temperature == 0.7
+
+
 async def test_b046_the_members_of_a_group_differ_on_a_deterministic_server(tmp_path):
-    """Such a server gives every request without a seed the same one. (The fake refuses seeds.)"""
-    async with World(tmp_path, group_size=4, deterministic=True).running() as world:
-        (engine_id,) = await world.replay.wanting()
-        await world.replay.publish("1.0", [engine_id])
-        world.replay.add_tickets(1)
-        (engine,) = world.engines
-        await engine.until(lambda: len(_members(engine)) == 4)
-        seeds = [body["sampling_params"]["sampling_seed"] for body in _members(engine)]
-        assert len(set(seeds)) == 4
-        assert all(isinstance(seed, int) for seed in seeds)
+    """Such a server gives every request without a seed the same one. (The fake refuses seeds.)
+
+    Other groups, attempts and runs differ too.
+    """
+    seeds = []
+    for run_seed in (0, 1):
+        world = World(tmp_path / str(run_seed), group_size=4, deterministic=True)
+        world.config.run.seed = run_seed
+        async with world.running():
+            (engine_id,) = await world.replay.wanting()
+            await world.replay.publish("1.0", [engine_id])
+            (engine,) = world.engines
+            engine.fail_next(Route.GENERATE, Fault.HANG, times=12)  # refused only when all are here
+            world.replay.add_tickets(2)
+            world.replay.tickets.append(Ticket(0, 2, prompt_index=0))
+            await engine.until(lambda engine=engine: len(_members(engine)) == 12)
+            seeds += [body["sampling_params"]["sampling_seed"] for body in _members(engine)]
+    assert len(set(seeds)) == 2 * 12
+    assert all(isinstance(seed, int) for seed in seeds)
 
 
 async def test_a_server_that_cuts_prompts_is_not_believed(tmp_path):

@@ -33,7 +33,7 @@ def _continuation(request):
         (OnWeightUpdate.auto, PauseMode.RETRACT, False, 2),
     ],
 )
-async def test_requests_in_flight_outlast_an_update(
+async def test_b044_requests_in_flight_outlast_an_update(
     tmp_path, setting, paused_by, kv_mixed, num_requests
 ):
     options = {"manual": True, "group_size": 2, "on_weight_update": setting}

@@ -45,7 +45,7 @@ async def test_a_cache_smaller_than_the_context_is_the_limit():
         assert (await greet(engine)).context_length == 100
 
 
-async def test_what_a_dead_trainer_left_is_cleaned_up():
+async def test_b082_what_a_dead_trainer_left_is_cleaned_up():
     async with FakeEngine(manual=True, like_sglang=True) as engine:
         await engine.init_group(
             InitGroupRequest(

@@ -135,6 +135,21 @@ def test_two_bos_tokens_are_refused(tmp_path):
         PromptSource(ReverseTask(seed=0), load_tokenizer(model), chat_template=True)
 
 
+class Blank(ReverseTask):
+    """Its second text is empty."""
+
+    def question(self, index):
+        text, answer, metadata = super().question(index)
+        return ("" if index == 1 else text), answer, metadata
+
+
+def test_b045_a_prompt_without_a_token_is_refused_by_its_number(tmp_path):
+    prompts = PromptSource(Blank(seed=0), load_tokenizer(save_tokenizer(tmp_path)))
+    assert prompts.prompt(0).token_ids
+    with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
+        prompts.prompt(1)
+
+
 def test_the_dataset_follows_the_task_and_the_template(tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, template=TEMPLATE))
     datasets = [

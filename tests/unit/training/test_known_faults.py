@@ -5,16 +5,19 @@ import copy
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from async_grpo.algorithms.aggregation import Aggregation as Rule
 from async_grpo.algorithms.aggregation import denominator
+from async_grpo.config.alarms import AlarmsSection
 from async_grpo.config.algorithm import Aggregation, AlgorithmSection, Proximal
 from async_grpo.config.trainer import TrainerSection
 from async_grpo.replay_parts import GeneratedStats
+from async_grpo.training.alarms import Alarms
 from async_grpo.training.batching import make_microbatches, sequences_of
 from async_grpo.training.model import LogprobRequest, PolicyModel
 from async_grpo.training.step import TrainStep
-from async_grpo.training.step_metrics import group_metrics
+from async_grpo.training.step_metrics import group_metrics, token_metrics
 from async_grpo.types import Completion, FinishReason, Rollout, RolloutGroup, Segment, WeightsName
 from tests.fakes.tiny_policy import VOCAB, random_groups, tiny_module, tiny_policy
 
@@ -184,6 +187,24 @@ def test_b018_b019_a_neighbor_of_another_length_changes_no_log_prob():
         torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-9)
 
 
+def test_b019_positions_count_from_the_start_of_each_sequence():
+    """Learned positions: rotary ones are relative, so a shift of all of them would not show."""
+    torch.manual_seed(0)
+    shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    module = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, **shape))
+    module = module.double().eval()
+    with torch.no_grad():
+        module.transformer.wpe.weight.mul_(50.0)
+    prompts = [tuple(range(1, 1 + length)) for length in (2, 9, 5)]
+    rollouts = [Rollout([completion([3, 1, 4], prompt=prompt)], 0.0) for prompt in prompts]
+    policy = PolicyModel(module, chunk_tokens=7)
+    found = logprobs_of(policy, [RolloutGroup(0, 1, 0, rollouts)])
+    for prompt, logprobs in zip(prompts, found, strict=True):
+        logits = module(torch.tensor([[*prompt, 3, 1, 4]])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor([[3], [1], [4]])).squeeze(-1)
+        torch.testing.assert_close(logprobs, expected.detach(), rtol=1e-9, atol=1e-9)
+
+
 @torch.no_grad()
 def sampled_by(module, prompt, num_tokens, temperature, generator):
     """(ids, log-probs) by plain full forward passes, without the package's code."""
@@ -197,13 +218,14 @@ def sampled_by(module, prompt, num_tokens, temperature, generator):
     return ids[len(prompt) :], np.array(logprobs, dtype=np.float32)
 
 
-def lag0_group(temperature=1.0):
-    module, generator = tiny_module(), torch.Generator().manual_seed(4)
+def lag0_group(temperature=1.0, module=None, version=0):
+    module, generator = module or tiny_module(), torch.Generator().manual_seed(4)
     rollouts = []
     for member in range(4):
         prompt = [1 + member, 2, 3]
         ids, logprobs = sampled_by(module, prompt, 5 + member, temperature, generator)
         done = completion(ids, prompt=prompt, temperature=temperature, logprobs=logprobs)
+        done.segments = [Segment(WeightsName(1, version), len(ids))]
         rollouts.append(Rollout([done], float(member)))
     return RolloutGroup(0, 1, 0, rollouts)
 
@@ -237,6 +259,46 @@ def test_b033_a_pass_of_its_own_scores_at_the_same_temperature(proximal):
     _, outcome = step_of([group], AlgorithmSection(proximal=proximal), version=0)
     facts = outcome.tokens
     assert (facts.proximal_logprobs - facts.behavior_logprobs).abs().max() < 1e-5
+
+
+def lag0_alarms(sample, num_steps=5):
+    """Steps that raised the lag-0 alarm, its patience being 3; `sample` gets policy and version."""
+    policy, algorithm = tiny_policy(), AlgorithmSection()
+    step = TrainStep(policy, algorithm, TrainerSection(lr=3e-2), num_train_steps=num_steps)
+    watched, raised = Alarms(AlarmsSection(patience=3)), []
+    for version in range(num_steps):
+        groups = [sample(policy, version)]
+        outcome = step.apply(groups, version)
+        gap = token_metrics(outcome, groups, version, algorithm)["logprob/lag0_gap"]
+        raised += [version for event in watched.step({"logprob/lag0_gap": gap})]
+    return raised
+
+
+@pytest.mark.parametrize(("is_raw", "raised"), [(False, []), (True, [2])])
+def test_b032_log_probs_that_forget_the_temperature_raise_the_lag0_alarm(is_raw, raised):
+    """Of a server that runs already nothing else tells while training: the probe's is 1."""
+
+    def sample(policy, version):
+        group = lag0_group(0.7, policy.module, version)
+        sequences = [rollout.sequences[0] for rollout in group.rollouts]
+        if is_raw:
+            for sequence in sequences:
+                sequence.temperature = 1.0
+            for sequence, logprobs in zip(sequences, logprobs_of(policy, [group]), strict=True):
+                sequence.behavior_logprobs = logprobs.float().numpy()
+                sequence.temperature = 0.7
+        return group
+
+    assert lag0_alarms(sample) == raised
+
+
+@pytest.mark.parametrize(("is_frozen", "raised"), [(False, []), (True, [3])])
+def test_b064_weights_that_stay_while_their_name_moves_on_raise_the_lag0_alarm(is_frozen, raised):
+    """Rolled back after the probe has passed: the third step without the weights of its name."""
+    start = tiny_module()
+    assert raised == lag0_alarms(
+        lambda policy, version: lag0_group(1.0, start if is_frozen else policy.module, version)
+    )
 
 
 def test_b036_b037_no_token_value_is_special():

@@ -83,6 +83,19 @@ async def test_the_calls_of_an_update_in_order():
         assert probe["sampling_params"]["temperature"] == 1.0
 
 
+async def test_b081_the_session_is_opened_when_the_pause_is_answered():
+    """Row 4: sent at once, the update would wait for the requests that the pause is to stop."""
+    async with receiving() as (engine, receiver):
+        engine.fail_next(Route.PAUSE, Fault.HANG)
+        beginning = asyncio.create_task(receiver.begin())
+        await engine.called(Route.PAUSE)
+        await receiver._client.model_info()  # a call that was sent beside it would be here by now
+        assert engine.num_calls(Route.BEGIN_UPDATE) == 0
+        engine.release_hanging()
+        await beginning
+        assert engine.session_open
+
+
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.ABORT])
 async def test_cached_kv_is_dropped_while_paused_unless_it_is_kept(mode):
     async with receiving(mode=mode) as (engine, receiver):

@@ -62,7 +62,7 @@ def send_one(receiver: Connection, name: str) -> tuple[int, int]:
     return int(payload.sum()), received
 
 
-def test_rebuilding_the_group_leaks_no_descriptor(receiver: Connection) -> None:
+def test_b083_rebuilding_the_group_leaks_no_descriptor(receiver: Connection) -> None:
     after_first = 0
     for number in range(NUM_REBUILDS):
         sent, received = send_one(receiver, f"rebuild-{number}")
