@@ -70,7 +70,7 @@ test: $(DEV) ## unit, contracts, integration, 5,000 simulated schedules, end to 
 test-e2e: $(DEV) ## only the tests that train with real processes
 	$(BIN)/pytest -q -n 2 -m e2e tests/e2e
 
-test-faults: $(DEV) ## engines and rewards that die, hang or lie, in real processes
+test-faults: $(DEV) ## engines, rewards and networks that die, hang or lie, in real processes
 	$(BIN)/pytest -q -n 2 -m faults tests/faults tests/e2e
 
 $(SGLANG): tools/sglang_cpu/requirements.txt

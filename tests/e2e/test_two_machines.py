@@ -17,7 +17,7 @@ from terminals import Terminals
 from async_grpo.analysis.audit import AuditReport, audit
 from async_grpo.config.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
 
 TRAINER_HOST, GENERATOR_HOST = "10.77.0.1", "10.77.0.2"
 PORT = 29571  # each namespace has all ports
