@@ -1,13 +1,15 @@
 """A run without a model: replay server, generator, publisher, and engines in processes with gloo.
 
 Everything between the trainer's tensors and the engines' is real, wires and collectives included;
-only sampling is scripted (`gloo_engine`). The publisher's calls block, so they run in threads.
+only sampling is scripted (`gloo_engine`), and not even that in `embedded_world`. The publisher's
+calls block, so they run in threads.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,10 @@ from async_grpo.training.feed import LoopThread
 from async_grpo.types import WeightsName
 from async_grpo.weights.publish_result import PublishResult
 from async_grpo.weights.publisher import WeightPublisher
+from tests.fakes.engine_process import BuildEngine, EngineProcess
 from tests.fakes.fake_engine import fake_prompt_logprobs
 from tests.fakes.generator_world import World
-from tests.fakes.gloo_engine import SHAPES, GlooProcess, checksum_of
+from tests.fakes.gloo_engine import SHAPES, checksum_of, scripted_engine
 from tests.fakes.replay_harness import DATASET, at_address, replay_config
 
 PROBE_IDS = [3, 4, 5, 6]
@@ -117,18 +120,16 @@ class GlooWorld(World):
                 **(weights or {}),
             ),
         )
-        self.processes: list[GlooProcess] = []
-        self.slots: dict[int, GlooProcess] = {}
-        self._tp_size, self._timeout_s = tp_size, timeout_s
+        self.processes: list[EngineProcess] = []
+        self.slots: dict[int, EngineProcess] = {}
+        self._build: BuildEngine = partial(scripted_engine, tp_size=tp_size, timeout_s=timeout_s)
         self._up_s = 180.0  # the first process imports torch
         self.clock = Clock()
         self.server: ReplayServer
 
-    async def new_process(self, slot: int, *, port: int = 0) -> GlooProcess:
+    async def new_process(self, slot: int, *, port: int = 0) -> EngineProcess:
         """Start an engine process for a slot."""
-        process = await GlooProcess.start(
-            owned=self._owned, port=port, tp_size=self._tp_size, timeout_s=self._timeout_s
-        )
+        process = await EngineProcess.start(self._build, owned=self._owned, port=port)
         self.processes.append(process)
         self.slots[slot] = process
         return process

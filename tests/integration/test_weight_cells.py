@@ -10,8 +10,7 @@ from async_grpo.engine_api import Path as Route
 from async_grpo.errors import ConfigError
 from async_grpo.replay_parts import EngineState
 from async_grpo.weights.disk import DiskTransport
-from tests.fakes.fake_engine import Fault
-from tests.fakes.gloo_engine import Mishap, process_facts
+from tests.fakes.engine_process import Mishap, process_facts
 from tests.fakes.gloo_world import GlooWorld, trainer_process
 
 pytestmark = pytest.mark.timeout(300)  # a dozen processes on a busy machine
@@ -43,10 +42,12 @@ async def test_a_cell_is_rebuilt_twenty_times_without_leaks(tmp_path):
         ours, survivors, names = [], [], set()
         for version in range(1, NUM_REBUILDS + 1):
             leaver = world.status(1).engine_id
-            world.slots[1].destroy()
+            gone = world.slots[1]
+            gone.destroy()
             await world.until(lambda leaver=leaver: world.status(1).engine_id != leaver)
             await world.until(lambda: world.status(1).wants_sync)
-            world.processes.pop(-2).free()
+            world.processes.remove(gone)
+            gone.free()
             result = await world.publish(version)
             assert (result.failures, result.num_cells) == ([], 1)
             await world.until(lambda version=version: world.serves(version))
@@ -66,8 +67,8 @@ async def test_a_cell_is_rebuilt_twenty_times_without_leaks(tmp_path):
 @pytest.mark.parametrize(
     ("mishap", "skip", "others_commit"),
     [
-        (Fault.REFUSE, 0, True),
-        (Fault.REFUSE, 1, True),
+        (Mishap.REFUSE, 0, True),
+        (Mishap.REFUSE, 1, True),
         (Mishap.WRONG_SHAPE, 0, True),
         (Mishap.DIE_BEFORE, 0, False),
         (Mishap.DIE_DURING, 1, False),

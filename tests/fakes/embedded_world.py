@@ -1,0 +1,54 @@
+"""A run whose every part is real, but for the size of the model and what it is trained on.
+
+`GlooWorld` with embedded engines and the trainer's own probe.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_grpo.config.policy import DType
+from async_grpo.config.weights import PROBE_TOLERANCES
+from async_grpo.engine_api import GenerateRequest, SamplingParams
+from async_grpo.interfaces import WeightSource
+from async_grpo.training.model import PolicyModel
+from async_grpo.training.weight_source import PolicyWeights
+from tests.contracts.engine.update_tools import reference_logprobs
+from tests.fakes.embedded_engine import BUCKET_BYTES, embedded_engine, model_of
+from tests.fakes.gloo_world import GlooWorld
+
+PROMPT = [3, 4, 5, 6]
+
+
+class EmbeddedWorld(GlooWorld):
+    """Each version is another model; see `GlooWorld` for the rest."""
+
+    def __init__(self, directory: Path, *, timeout_s: float = 30.0, **options: Any) -> None:
+        super().__init__(directory, timeout_s=timeout_s, **options)
+        self._build = partial(embedded_engine, directory, timeout_s=timeout_s)
+        weights = replace(
+            self._config.weights,
+            bucket_bytes=BUCKET_BYTES,
+            probe_tolerance=PROBE_TOLERANCES[DType.float32],
+        )
+        self._config = replace(self._config, weights=weights)
+
+    def _make_source(self, version: int) -> WeightSource:
+        model = PolicyModel(model_of(version), chunk_tokens=64)
+        return PolicyWeights(model, seed=0, tolerance=self._config.weights.probe_tolerance)
+
+    async def gap(self, slot: int, version: int) -> torch.Tensor:
+        """[num_tokens] |log-prob that the engine samples with - transformers' of that version|."""
+        request = GenerateRequest(
+            input_ids=PROMPT,
+            sampling_params=SamplingParams(max_new_tokens=8, temperature=1.0, ignore_eos=True),
+            return_logprob=True,
+        )
+        reply = await self.engine(slot).client.generate(request, timeout_s=30.0)
+        assert reply.meta_info.weight_version == f"{self.incarnation}.{version}"
+        found = torch.tensor([pair[0] for pair in reply.meta_info.output_token_logprobs])
+        assert len(found) == 8
+        return (found - reference_logprobs(model_of(version), PROMPT, reply.output_ids)).abs()
