@@ -143,7 +143,9 @@ async def test_an_update_survives_a_restart_of_the_replay_server(
 async def test_a_trainer_that_dies_in_an_update_leaves_engines_that_can_go_on(
     tmp_path, frozen_at, skip, owned
 ):
-    world = GlooWorld(tmp_path, owned=owned, engines_per_cell=2, peer_timeout_s=4.0)
+    # nobody comes to the rendezvous of a dead trainer: its engines wait for their deadline
+    deadlines = {"timeout_s": 8.0} if frozen_at is Route.INIT_GROUP else {}
+    world = GlooWorld(tmp_path, owned=owned, engines_per_cell=2, peer_timeout_s=4.0, **deadlines)
     async with world.whole(trainer=False):
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
