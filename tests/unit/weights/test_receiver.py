@@ -111,7 +111,7 @@ async def test_a_refused_flush_is_told_and_a_lost_one_fails():
     async with receiving(mode=PauseMode.RETRACT) as (engine, receiver):
         engine.fail_next(Route.FLUSH_CACHE, Fault.REFUSE)
         assert (await whole_update(receiver)).kv_kept
-    async with receiving(mode=PauseMode.RETRACT) as (engine, receiver):
+    async with receiving(mode=PauseMode.RETRACT, control_s=1.0) as (engine, receiver):
         engine.fail_next(Route.FLUSH_CACHE, Fault.HANG)
         with pytest.raises(WeightSyncError) as caught:
             await whole_update(receiver)
