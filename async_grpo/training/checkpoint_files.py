@@ -62,14 +62,13 @@ class CheckpointFiles:
         for left_over in root.glob(f"{_PARTIAL}*"):  # by a process that was killed
             shutil.rmtree(left_over, ignore_errors=True)
         partial.mkdir(parents=True)
-        fill(partial)
-        listed = {}
-        for path in sorted(partial.iterdir()):
-            _sync(path)
-            listed[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        _write_text(partial / MANIFEST, json.dumps({"files": listed}, indent=1))
-        _sync(partial)
-        partial.rename(self.path(name))
+        try:
+            fill(partial)
+            _write_manifest(partial)
+            partial.rename(self.path(name))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)  # where the disk is full, others need room
+            raise
         _sync(root)
 
     def point_to(self, name: WeightsName) -> None:
@@ -106,6 +105,15 @@ class CheckpointFiles:
         shutil.rmtree(target, ignore_errors=True)
         self.path(name).rename(target)
         logger.warning("checkpoint %s is set aside as %s: %s", name, target.name, why)
+
+
+def _write_manifest(directory: Path) -> None:
+    listed = {}
+    for path in sorted(directory.iterdir()):
+        _sync(path)
+        listed[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    _write_text(directory / MANIFEST, json.dumps({"files": listed}, indent=1))
+    _sync(directory)
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:

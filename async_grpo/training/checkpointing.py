@@ -6,6 +6,8 @@ from a checkpoint is the replay server's decision: it knows which steps survive.
 
 import logging
 
+from safetensors import SafetensorError
+
 from async_grpo.config.resume import fixed_values
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
@@ -167,7 +169,7 @@ class Checkpointer:
             self._settle(self._settled)  # only the run's trainer may move the pointer
             self._files.point_to(name)
             kept = self._files.prune()
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
             raise AsyncGrpoError(f"checkpoint {name} cannot be written: {error}") from error
         self._newest = name
         if len(kept) > 1:  # of a single one, the initial weights are the second

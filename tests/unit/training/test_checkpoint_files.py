@@ -173,4 +173,5 @@ def test_a_full_disk_leaves_the_one_before(files: CheckpointFiles) -> None:
     with pytest.raises(OSError, match="No space left"):
         files.write(TWO, fail)
     assert files.names() == [ONE]
+    assert list(files.root.iterdir()) == [files.path(ONE)]  # what was half written takes no room
     files.verify(ONE)

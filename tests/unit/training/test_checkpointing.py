@@ -1,6 +1,7 @@
 """Which checkpoint a trainer goes on from, and what it tells the replay server of them."""
 
 import asyncio
+import resource
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,15 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_that_says_so(world: Wor
     world.directory.checkpoints.write_text("a file in its place")
     with pytest.raises(AsyncGrpoError, match=r"checkpoint 1\.3 cannot be written"):
         world.trainer().save(WeightsName(1, 3), draw_number=1, lr=0.1, control=ControlState())
+
+
+def test_tensors_that_find_no_room_are_an_error_that_says_so(world: World) -> None:
+    trainer = world.trainer()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(AsyncGrpoError, match=r"checkpoint 1\.3 cannot be written: .*too large"):
+            trainer.save(WeightsName(1, 3), draw_number=1, lr=0.1, control=ControlState())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert world.names() == []
