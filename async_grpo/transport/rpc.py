@@ -21,7 +21,7 @@ from async_grpo.replay_api.protocol import Reply, Request
 from async_grpo.transport import envelope
 from async_grpo.transport.group_header import Frame
 from async_grpo.transport.loop_socket import LoopSocket
-from async_grpo.transport.sockets import COMMON_OPTIONS, is_large, set_options, taken
+from async_grpo.transport.sockets import common_options, is_large, set_options, taken
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RpcServer:
         self._context = zmq.Context()
         router = self._context.socket(zmq.ROUTER)
         self._socket = LoopSocket(router)
-        set_options(router, COMMON_OPTIONS)
+        set_options(router, common_options(address))
         set_options(
             router,
             {
@@ -180,7 +180,7 @@ class RpcClient:
         self._context = zmq.Context()
         dealer = self._context.socket(zmq.DEALER)
         self._socket = LoopSocket(dealer)
-        set_options(dealer, COMMON_OPTIONS)
+        set_options(dealer, common_options(self._address))
         set_options(
             dealer,
             {

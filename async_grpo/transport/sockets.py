@@ -10,7 +10,7 @@ ZERO_COPY_BYTES = 256 << 10
 """From this size on a message is sent without copying; below, copying is cheaper."""
 _VIEW_BYTES = 64 << 10
 """Smaller received frames are copied: as views they would pin the library's read buffer."""
-COMMON_OPTIONS: Mapping[int, int | bytes] = {
+_COMMON_OPTIONS: Mapping[int, int | bytes] = {
     # A peer that says nothing for 6 s is disconnected; the i/o thread answers for a busy process.
     zmq.HEARTBEAT_IVL: 2000,
     zmq.HEARTBEAT_TIMEOUT: 6000,
@@ -20,6 +20,11 @@ COMMON_OPTIONS: Mapping[int, int | bytes] = {
     zmq.TCP_KEEPALIVE_INTVL: 10,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
+
+
+def common_options(address: str) -> Mapping[int, int | bytes]:
+    """Of both ends. An IPv6 address has brackets; a name is looked up as one of IPv4."""
+    return {**_COMMON_OPTIONS, zmq.IPV6: int(address.startswith("tcp://["))}
 
 
 def set_options(socket: "zmq.Socket[bytes]", options: Mapping[int, int | bytes]) -> None:

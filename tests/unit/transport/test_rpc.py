@@ -2,6 +2,7 @@
 
 import asyncio
 import select
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -50,6 +51,16 @@ async def client_of(address: str, identity: str = "peer") -> AsyncIterator[RpcCl
         await client.close()
 
 
+@pytest.fixture
+def ipv6_loopback() -> str:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    return "::1"
+
+
 def echo(server: RpcServer, incoming: Incoming) -> None:
     if isinstance(incoming.request, Fetch):
         server.reply(incoming, FetchReply(), incoming.payload)
@@ -90,6 +101,13 @@ async def test_payload_comes_back_unchanged(size):
         answer = await client.call(request, timeout_s=20, try_timeout_s=20, payload=payload)
     assert isinstance(answer.reply, FetchReply)
     assert [bytes(frame) for frame in answer.payload] == payload
+
+
+async def test_an_address_of_ipv6(ipv6_loopback: str) -> None:
+    address = f"tcp://[{ipv6_loopback}]:0"
+    async with serving(echo, address) as server, client_of(server.address) as client:
+        answer = await client.call(Stats(), timeout_s=20, try_timeout_s=20)
+    assert isinstance(answer.reply, Ok)
 
 
 async def test_silent_server_is_named_with_operation_and_seconds():
