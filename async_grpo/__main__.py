@@ -6,10 +6,12 @@ import sys
 from typing import NoReturn
 
 from async_grpo.launch.cli import main
+from async_grpo.launch.standard_streams import open_standard_streams
 
 
 def run() -> NoReturn:
     """Run one command and end the process with its exit code."""
+    open_standard_streams()
     code = main()
     if "torch" in sys.modules:
         # Everything is closed by now. To take torch apart would cost a second of the processor, and

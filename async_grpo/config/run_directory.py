@@ -51,6 +51,11 @@ class RunDirectory:
         return self.root / "replay" / "address"
 
     @property
+    def lock(self) -> Path:
+        """Locked by `run` while it lives."""
+        return self.root / "replay" / "run.lock"
+
+    @property
     def final_model(self) -> Path:
         """The trained policy as a Hugging Face directory."""
         return self.root / "final_model"

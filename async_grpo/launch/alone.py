@@ -4,6 +4,7 @@ Knows where things lie and what a model directory must hold; nothing of what a r
 """
 
 import logging
+import os
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,7 @@ def make_directory(directory: RunDirectory) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         probe = directory.logs / ".writable"
         probe.write_bytes(b"")
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another role may have just removed it
     except OSError as error:
         raise ConfigError(
             f"run.output_dir: cannot write to {directory.root}: {error.strerror}; choose a "
@@ -133,3 +134,6 @@ def require_model(config: Config, *, tokenizer: bool) -> None:
             f"policy.model: {model} has no {', '.join(missing)}; it must be a Hugging Face "
             "directory, as save_pretrained() of the model and of a fast tokenizer writes it"
         )
+    for path in [*(model / name for name in names), *model.glob("*.safetensors")]:
+        if not os.access(path, os.R_OK):  # safetensors would say that it is not there
+            raise ConfigError(f"policy.model: {path} cannot be read by this user, or leads nowhere")

@@ -20,12 +20,23 @@ from typing import TYPE_CHECKING, NoReturn
 
 from async_grpo import __version__
 from async_grpo.errors import AsyncGrpoError, ConfigError, ExitCode
+from async_grpo.launch.standard_streams import say, silence
 
 if TYPE_CHECKING:
     from async_grpo.config.schema import Config
 
-_NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of the file system that are no defect of this program."""
+_MAKE_ROOM = "what was acknowledged is in run.output_dir: make room and start again"
+_NOT_ALLOWED = "allow it to this user, or choose another place"
+_ADVICE = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: "raise the limit (ulimit -f) and start again",
+    errno.EMFILE: "raise the limit (ulimit -n) and start again",
+    errno.EROFS: _NOT_ALLOWED,
+    errno.EACCES: _NOT_ALLOWED,
+    errno.EPERM: _NOT_ALLOWED,
+}
+"""What to do about errors of the operating system that are no defect of this program."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -35,27 +46,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     An `AsyncGrpoError` is a message without a traceback and its own exit code. Any other exception
     is a defect of ours: it passes through, so that Python prints it and exits with 1.
     """
-    if os.getcwd() not in sys.path:  # as `python -m` has it: for objects named module:attribute
-        sys.path.insert(0, os.getcwd())
     try:
+        _find_modules_here()
         args = _parse(argv)
         command: Callable[[argparse.Namespace], ExitCode] = args.command
         return int(command(args))
     except AsyncGrpoError as error:
-        print(f"async-grpo: {error}", file=sys.stderr)
+        say(f"async-grpo: {error}", sys.stderr)
         return int(error.exit_code)
     except OSError as error:
-        if error.errno not in _NOT_OURS:
+        advice = _ADVICE.get(error.errno or 0)
+        if advice is None:
             raise
-        where = f" ({error.filename})" if error.filename else " (run.output_dir)"
-        print(
-            f"async-grpo: {error.strerror}{where}; what was acknowledged is in the run directory: "
-            "make room and start again",
-            file=sys.stderr,
-        )
+        where = f" ({error.filename})" if error.filename else ""
+        say(f"async-grpo: {error.strerror}{where}; {advice}", sys.stderr)
         return int(ExitCode.OTHER)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
+
+
+def _find_modules_here() -> None:
+    """As `python -m` has it: for objects named module:attribute."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the current directory was removed; change to one that exists") from error
+    if here not in sys.path:
+        sys.path.insert(0, here)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -197,7 +214,7 @@ def _doctor(args: argparse.Namespace) -> ExitCode:
 
     _set_up_logging(logging.ERROR)
     if needs_preparation(config):
-        print("making the initial model (policy.maker)", file=sys.stderr)
+        say("making the initial model (policy.maker)", sys.stderr)
         prepare(config)
     require_model(config, tokenizer=False)
     from async_grpo.doctor.runner import run_doctor
@@ -236,7 +253,7 @@ def _export(args: argparse.Namespace) -> ExitCode:
 
     _set_up_logging(logging.WARNING)
     source = export(args.run_dir, args.out)
-    print(f"wrote {args.out} from {source}")
+    _print(f"wrote {args.out} from {source}")
     return ExitCode.OK
 
 
@@ -245,7 +262,10 @@ def _print(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
+    except OSError as error:
+        silence(sys.stdout)
+        raise AsyncGrpoError(f"standard output cannot be written: {error.strerror}") from error
 
 
 def _load(args: argparse.Namespace) -> "Config":

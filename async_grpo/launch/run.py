@@ -1,9 +1,11 @@
 """`async-grpo run`: one run on one machine, from the configuration to the summary."""
 
 import asyncio
+import fcntl
+import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from async_grpo.launch.alone import (
 from async_grpo.launch.prepare import needs_preparation
 from async_grpo.launch.processes import RoleCommand, adopt_orphans, end_orphans
 from async_grpo.launch.screen import Picture, Screen
+from async_grpo.launch.standard_streams import say
 from async_grpo.launch.status import Show, StatusLine
 from async_grpo.launch.summary import summarize
 from async_grpo.launch.supervisor import REPLAY, TRAINER, Outcome, RunCommands, Supervisor
@@ -41,22 +44,27 @@ def run(config: Config, *, resume: bool = False) -> ExitCode:
         resume: continue what the run directory holds; start a run if it holds none.
 
     Raises:
-        ConfigError: the run directory already holds a run (without `resume`), or one that `config`
-            cannot continue.
+        ConfigError: the run directory already holds a run (without `resume`), one that `config`
+            cannot continue, or one that still goes on.
     """
     directory = RunDirectory(Path(config.run.output_dir))
     if not needs_preparation(config):
         require_model(config, tokenizer=True)
-    take_directory(directory, config, resume=resume)
+    with hold_directory(directory):
+        take_directory(directory, config, resume=resume)
+        return _run_in(directory, config)
+
+
+def _run_in(directory: RunDirectory, config: Config) -> ExitCode:
     adopt_orphans()
     outcome, status = asyncio.run(_supervise(config, directory))
     if num_killed := end_orphans(ORPHAN_GRACE_S):
-        _say(f"{num_killed} left-over processes had to be killed")
+        say(f"{num_killed} left-over processes had to be killed")
     if outcome.code is not ExitCode.OK:
         tail = f"\n{outcome.log_tail}" if outcome.log_tail else ""
-        print(f"async-grpo: {outcome.cause}{tail}", file=sys.stderr)
+        say(f"async-grpo: {outcome.cause}{tail}", sys.stderr)
     summary = summarize(config, directory, outcome, status.last_seen)
-    print(summary.text)
+    say(summary.text)
     if outcome.code is ExitCode.OK and not summary.audit_ok:
         return ExitCode.OTHER
     return outcome.code
@@ -66,11 +74,11 @@ async def _supervise(config: Config, directory: RunDirectory) -> tuple[Outcome, 
     commands = run_commands(config, directory)
     with ExitStack() as stack:
         show: Show | None = None
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":  # on which nothing can move
             show = _shown_on(stack.enter_context(Screen()), config, lambda: supervisor.restarts)
-        status = StatusLine(config, directory, lambda each: MonitorClient(each), _say, show=show)
-        supervisor = Supervisor(config.launch, commands, _say, beside=status.loop)
-        _say(f"run directory {directory.root}; logs in {directory.logs}")
+        status = StatusLine(config, directory, lambda each: MonitorClient(each), say, show=show)
+        supervisor = Supervisor(config.launch, commands, say, beside=status.loop)
+        say(f"run directory {directory.root}; logs in {directory.logs}")
         outcome = await supervisor.run()
     return outcome, status
 
@@ -123,8 +131,28 @@ def run_commands(config: Config, directory: RunDirectory) -> RunCommands:
     return RunCommands(prepare, directory.bound_address, replay, others)
 
 
+@contextmanager
+def hold_directory(directory: RunDirectory) -> Iterator[None]:
+    """Let no other `run` begin there meanwhile: its roles would meet those of this one.
+
+    Raises:
+        ConfigError: the directory cannot be written to, or another `run` goes on there.
+    """
+    make_directory(directory)
+    with directory.lock.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run.output_dir: the run in {directory.root} is still going on; stop it, or "
+                "choose another run.output_dir"
+            ) from error
+        yield
+
+
 def take_directory(directory: RunDirectory, config: Config, *, resume: bool) -> None:
     """Make the run directory and write the resolved configuration; see `run`."""
+    make_directory(directory)
     if not holds_run(directory):
         forget_start(directory)
     elif resume:
@@ -135,7 +163,6 @@ def take_directory(directory: RunDirectory, config: Config, *, resume: bool) -> 
             "continue it with --resume, choose another run.output_dir, or remove the directory if "
             "its results are not needed"
         )
-    make_directory(directory)
     write_config(directory, config)
 
 
@@ -160,7 +187,3 @@ def _environment(threads: int) -> dict[str, str]:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     fixed = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     return {name: str(threads) for name in names} | fixed
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -3,6 +3,7 @@
 Draws what it is given. Knows no connection, no file and no process.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -13,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from async_grpo.launch.standard_streams import heard_or_not
 from async_grpo.launch.status import doing, utilization
 from async_grpo.launch.supervisor import REPLAY
 from async_grpo.replay_api.peers import PeerView, StatsReply
@@ -164,7 +166,8 @@ class Screen:
         )
 
     def __enter__(self) -> Self:
-        self._live.start()
+        with heard_or_not(sys.stdout):
+            self._live.start()
         return self
 
     def __exit__(
@@ -173,8 +176,10 @@ class Screen:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._live.stop()
+        with heard_or_not(sys.stdout):
+            self._live.stop()
 
     def show(self, picture: Picture) -> None:
         """Draw it in place of the one before."""
-        self._live.update(draw(picture), refresh=True)
+        with heard_or_not(sys.stdout):
+            self._live.update(draw(picture), refresh=True)

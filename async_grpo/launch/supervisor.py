@@ -2,7 +2,7 @@
 
     who                     waits for                    unblocked by / at the latest
     run                     the first reason to end      the trainer's end, a used-up restart
-                                                         budget, SIGINT, SIGTERM
+                                                         budget, SIGINT, SIGTERM, SIGHUP
     _start_replay           the bound address            the file, the server's exit / START_S
     _keep(role)             the role's exit              pidfd; the trainer's no_progress_timeout_s
     _stop                   everyone's exit              pidfd, a second Ctrl-C / shutdown_timeout_s
@@ -94,6 +94,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGTERM, self._end, ExitCode.OK, "stopped by SIGTERM")
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is ignored under nohup
+            loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         work = asyncio.create_task(self._work())
         ended = asyncio.create_task(self._ended.wait())
         try:
@@ -105,7 +107,7 @@ class Supervisor:
         finally:
             ended.cancel()
             killed = await self._stop()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.remove_signal_handler(number)
         assert self._outcome is not None, "work ended without a reason"
         self._outcome.restarts = dict(self._restarts)
@@ -200,6 +202,9 @@ class Supervisor:
             limit_s = self._settings.shutdown_timeout_s
             self._say(f"stopping, within {limit_s:g} s; Ctrl-C again ends it at once")
         self._end(ExitCode.INTERRUPTED, "interrupted by Ctrl-C")
+
+    def _hang_up(self) -> None:
+        self._end(ExitCode.INTERRUPTED, "interrupted: the terminal was closed (SIGHUP)")
 
     def _fail(self, process: RoleProcess, code: int, exit_code: ExitCode) -> None:
         cause = f"{process.name} {describe_exit(code)}; see {process.command.log}"

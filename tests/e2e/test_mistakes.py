@@ -184,11 +184,13 @@ def test_two_generators_of_one_name_the_first_one_ends(shell: Shell, server: Ser
 
 def test_two_trainers_on_one_run(shell: Shell, server: Server) -> None:
     args = shell.arguments("trainer @ replay.address=$", server.address)
+    log = shell.root / "run" / "logs" / "replay.log"
+    hello = "trainer trainer said hello"
+    before = log.read_text().count(hello)  # trainers of other tests at this server
     first = subprocess.Popen([*args, "run.no_progress_timeout_s=90"], stderr=subprocess.DEVNULL)
     try:
-        log = shell.root / "run" / "logs" / "replay.log"
         deadline = time.monotonic() + 150
-        while "trainer trainer said hello" not in log.read_text():
+        while log.read_text().count(hello) == before:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
         second = subprocess.run(args, capture_output=True, text=True, timeout=150)
@@ -221,6 +223,20 @@ async def test_a_wrong_engine(shell: Shell, server: Server, mistake: Mistake) ->
         await asyncio.to_thread(shell.make, replace(mistake, command=command), server.address)
         assert not engine.num_calls(Route.GENERATE), "nothing is sampled"
         assert not engine.num_calls(Route.BEGIN_UPDATE), "no weights are sent"
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(shell: Shell) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    own = "run.output_dir=%/unread replay.address=tcp://127.0.0.1:0"
+    args = shell.arguments(f"run @ {own} task.reward=nosuch:f")
+    with os.fdopen(writer, "wb") as stdout:
+        done = subprocess.run(
+            args, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, cwd=shell.root
+        )
+    assert done.returncode == 2, done.stderr  # it ends by what it meets, not by its output
+    assert "task.reward: cannot import 'nosuch'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_full_disk(shell: Shell) -> None:

@@ -1,5 +1,6 @@
 """The command line: what it imports, how it parses, and what its exit codes say."""
 
+import errno
 import json
 import os
 import resource
@@ -103,6 +104,26 @@ def test_exit_codes(
     monkeypatch.setattr(cli, "_check", fail)
     assert cli.main(["check", "c.yaml"]) == code
     assert str(error) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "make room"), (errno.EROFS, "choose another"), (errno.EMFILE, "ulimit -n")],
+)
+def test_a_refusal_of_the_system_is_told_with_what_to_do(
+    number: int,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_args: object) -> ExitCode:
+        raise OSError(number, os.strerror(number), "/some/file")
+
+    monkeypatch.setattr(cli, "_check", fail)
+    assert cli.main(["check", "c.yaml"]) == ExitCode.OTHER
+    told = capsys.readouterr().err
+    assert f"{os.strerror(number)} (/some/file); " in told
+    assert advice in told
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

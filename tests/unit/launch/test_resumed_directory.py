@@ -8,7 +8,7 @@ from async_grpo.config.load import load_config, to_yaml
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError
-from async_grpo.launch.run import take_directory
+from async_grpo.launch.run import hold_directory, take_directory
 from async_grpo.replay.core.records import DatasetAgreed, Made, encode_record
 from async_grpo.replay.store import Ledger
 from async_grpo.types import TicketKind
@@ -104,6 +104,18 @@ def test_a_run_that_still_goes_on_is_left_alone(config_path: Path) -> None:
     assert directory.config.read_text() == before
     ledger.close()
     take_directory(directory, more, resume=True)
+
+
+def test_a_second_run_does_not_begin_beside_the_first(config_path: Path) -> None:
+    directory = RunDirectory(Path(load_config(config_path).run.output_dir))
+    with (
+        hold_directory(directory),
+        pytest.raises(ConfigError, match="still going on; stop it"),
+        hold_directory(directory),
+    ):
+        pytest.fail("both hold it")
+    with hold_directory(directory):
+        pass  # the end of the first frees it
 
 
 def test_checkpoints_are_ordered_by_numbers(tmp_path: Path) -> None:

@@ -72,6 +72,9 @@ def test_a_model_directory_must_be_whole(config_path: Path, tmp_path: Path) -> N
     require_model(config, tokenizer=False)
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json;"):
         require_model(config, tokenizer=True)
+    (model / "model-2.safetensors").symlink_to(tmp_path / "blob")  # as a cache that was cleared
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors cannot be read"):
+        require_model(config, tokenizer=False)
 
 
 def test_a_name_on_the_hub_is_left_to_those_who_download_it(config_path: Path) -> None:

@@ -245,6 +245,27 @@ async def test_sigterm_is_a_clean_stop(fake: FakeRun) -> None:
     assert processes_in(fake.root) == []
 
 
+async def test_a_closed_terminal_ends_all_in_order(fake: FakeRun) -> None:
+    supervisor = fake.supervisor()
+    task = await started(supervisor, "trainer", "generator-0")
+    outcome, _ = await send_and_await(signal.SIGHUP, task)
+    assert (outcome.code, outcome.killed) == (ExitCode.INTERRUPTED, ())
+    assert "SIGHUP" in outcome.cause
+    assert processes_in(fake.root) == []
+
+
+async def test_under_nohup_a_closed_terminal_ends_nothing(fake: FakeRun) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        supervisor = fake.supervisor()
+        task = await started(supervisor, "trainer", "generator-0")
+        os.kill(os.getpid(), signal.SIGHUP)
+        outcome, _ = await send_and_await(signal.SIGTERM, task)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert outcome.code is ExitCode.OK
+
+
 async def test_who_does_not_listen_is_killed_within_the_time_limit(fake: FakeRun) -> None:
     fake.trainer = DEAF
     supervisor = fake.supervisor(shutdown_timeout_s=2.0)
