@@ -102,6 +102,13 @@ class GenerationError(AsyncGrpoError):
         super().__init__(message)
 
 
+class EngineSilent(GenerationError):  # noqa: N818 -- an outcome
+    """An engine did not answer before a deadline."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=True)
+
+
 class RewardError(AsyncGrpoError):
     """A reward could not be made or loaded."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from yarl import URL
 
 from async_grpo.config.engine import EngineKind
 from async_grpo.config.engine_keys import load_engine_keys
@@ -71,7 +72,7 @@ async def serve(
             raise GenerationError(
                 f"cannot listen on {host}:{port}: {error}", retryable=False
             ) from error
-        url = f"http://{host}:{runner.addresses[0][1]}"
+        url = str(URL.build(scheme="http", host=host, port=runner.addresses[0][1]))
         logger.info("engine serves %s at %s", model.path, url)
         announce(url)
         await _first(stop.wait(), engine.died.wait())

@@ -13,7 +13,7 @@ import msgspec
 
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.engine_api import Path
-from async_grpo.errors import GenerationError
+from async_grpo.errors import EngineSilent, GenerationError
 
 Decoded = TypeVar("Decoded")
 
@@ -125,11 +125,9 @@ class Connections:
                 f"{self.url}{path}: unreadable reply: {error}", retryable=False
             ) from error
 
-    def silent(self, path: Path, timeout_s: float) -> GenerationError:
+    def silent(self, path: Path, timeout_s: float) -> EngineSilent:
         """The error of a server that does not answer."""
-        return GenerationError(
-            f"{self.url}{path} did not answer within {timeout_s:g} s", retryable=True
-        )
+        return EngineSilent(f"{self.url}{path} did not answer within {timeout_s:g} s")
 
     async def close(self) -> None:
         """Calls under way and later ones fail at once."""

@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
+from yarl import URL
+
 from async_grpo.config.engine import RAW_LOGPROBS, EngineSection
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.schema import Config
@@ -99,7 +101,7 @@ async def start_sglang(
         except OSError as error:
             raise GenerationError(f"cannot start SGLang: {error}", retryable=True) from error
         host = config.engine.host
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        url = str(URL.build(scheme="http", host=host, port=port))
         return OwnedEngine(process, url, log, log_start=log_start, held=stack.pop_all())
 
 

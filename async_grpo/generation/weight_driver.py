@@ -110,6 +110,8 @@ class WeightDriver:
                     await self._take_buckets(update)
                 report = await self._prove(update)
             except NotSent as end:
+                self.last_error = f"{engine.engine_id} keeps its weights: {end}"
+                logger.warning("%s", self.last_error)
                 engine.keep_weights()
                 await self._report(key, engine.engine_id, CellPhase.FAILED, str(end))
                 return
@@ -259,7 +261,7 @@ class WeightDriver:
                     if ended.done():
                         return f"the engine ended: {ended.result()}"
         except TimeoutError:
-            return f"the trainer did not say go within {self._timeout_s:g} s"
+            return f"the trainer did not say go within {self._timeout_s:g} s (weights.timeout_s)"
         finally:
             ended.cancel()
 

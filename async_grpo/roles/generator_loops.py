@@ -96,7 +96,9 @@ class Generator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat = asyncio.Event()
         timeout_s = config.run.no_progress_timeout_s
-        self._first_ticket = FirstTicket(lambda: self._slots, timeout_s, clock)
+        self._first_ticket = FirstTicket(
+            lambda: self._slots, timeout_s, clock, lambda: self._driver.last_error
+        )
         self._stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._slots = [
             EngineSlot(

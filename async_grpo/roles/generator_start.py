@@ -22,14 +22,21 @@ class FirstTicket:
         slots: of the engines.
         timeout_s: `run.no_progress_timeout_s`.
         clock: seconds.
+        update_error: why the newest update that failed did.
 
     Attributes:
         arrived: set by the generator when it has its first ticket.
         trainer_seen: set by the generator when there are live weights.
     """
 
-    def __init__(self, slots: Callable[[], Sequence[EngineSlot]], timeout_s: float, clock: Clock):
-        self._slots = slots
+    def __init__(
+        self,
+        slots: Callable[[], Sequence[EngineSlot]],
+        timeout_s: float,
+        clock: Clock,
+        update_error: Callable[[], str],
+    ) -> None:
+        self._slots, self._update_error = slots, update_error
         self._timeout_s = timeout_s
         self._clock = clock
         self.arrived = asyncio.Event()
@@ -63,7 +70,10 @@ class FirstTicket:
         if all(slot.engine is None for slot in slots):
             errors = [slot.last_error for slot in slots if slot.last_error]
             return f"an engine to answer ({'; '.join(errors) or 'still starting'})"
-        return "" if self.trainer_seen else "a trainer to publish its first weights"
+        if self.trainer_seen:
+            return ""
+        error = self._update_error()
+        return "a trainer to publish its first weights" + (f" ({error})" if error else "")
 
 
 class Room:

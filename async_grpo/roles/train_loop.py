@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from async_grpo.algorithms.staleness import is_fresh
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import OverAge
-from async_grpo.errors import NumericsError, PeerError
+from async_grpo.errors import NumericsError, PeerError, PeerLost
 from async_grpo.interfaces import TrainerReplay
 from async_grpo.metrics.states import StateClock
 from async_grpo.metrics.writers import MetricsWriter
@@ -68,7 +68,7 @@ class TrainLoop:
         self._set_depth(parts.control.start())
         while self._progress.step < config.run.num_train_steps:
             with self._clock.during("waiting"):
-                batch = parts.feed.take(config.run.no_progress_timeout_s)
+                batch = self._take()
             if batch is None:
                 return
             if not self._progress.training_since_s:
@@ -91,6 +91,18 @@ class TrainLoop:
             if parts.checkpoints.is_due(self._progress.step):
                 self.checkpoint()
             self._stop_if_told()
+
+    def _take(self) -> Batch | None:
+        """The next batch; None: stop."""
+        try:
+            return self._parts.feed.take(self._config.run.no_progress_timeout_s)
+        except PeerLost as error:
+            result = self._parts.publisher.last_result
+            if result is None or not result.failures:
+                raise
+            raise PeerLost(
+                f"{error}; the last publish failed: {'; '.join(result.failures)}"
+            ) from error
 
     def _stop_if_told(self) -> None:
         """The last step ends the run anyway."""

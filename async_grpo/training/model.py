@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from async_grpo.config.policy import PolicySection
-from async_grpo.errors import ConfigError
+from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.training.logprobs import chosen_logprobs
 from async_grpo.weights.pretrained import load_pretrained
 
@@ -132,19 +133,20 @@ def save_policy(model: PolicyModel, source: str, directory: Path) -> None:
     """Write a Hugging Face directory: weights, configuration, and the tokenizer of `source`.
 
     The directory appears whole or not at all; an earlier one is replaced.
+
+    Raises:
+        AsyncGrpoError: there is no room for the weights.
     """
     staging = directory.with_name(f".{directory.name}.{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    module: Any = model.module
-    module.save_pretrained(staging)
-    if Path(source).is_dir():
-        for pattern in _TOKENIZER_FILES:
-            for path in Path(source).glob(pattern):
-                if not (staging / path.name).exists():
-                    shutil.copy2(path, staging / path.name)
-    else:
-        AutoTokenizer.from_pretrained(source).save_pretrained(staging)
+    try:
+        _write_policy(model, source, staging)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)  # where the disk is full, others need room
+        if isinstance(error, SafetensorError):  # safetensors has its own for a full disk
+            raise AsyncGrpoError(f"{directory} cannot be written: {error}") from error
+        raise
     if directory.exists():
         retired = directory.with_name(f".{directory.name}.{os.getpid()}.retired")
         directory.rename(retired)
@@ -152,3 +154,15 @@ def save_policy(model: PolicyModel, source: str, directory: Path) -> None:
         shutil.rmtree(retired)
     else:
         staging.rename(directory)
+
+
+def _write_policy(model: PolicyModel, source: str, directory: Path) -> None:
+    module: Any = model.module
+    module.save_pretrained(directory)
+    if Path(source).is_dir():
+        for pattern in _TOKENIZER_FILES:
+            for path in Path(source).glob(pattern):
+                if not (directory / path.name).exists():
+                    shutil.copy2(path, directory / path.name)
+    else:
+        AutoTokenizer.from_pretrained(source).save_pretrained(directory)

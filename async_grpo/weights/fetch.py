@@ -53,7 +53,9 @@ class WeightFetcher:
                         for file in files.files:
                             await asyncio.to_thread(_verify, path / file.name, file)
             except TimeoutError as error:
-                raise _failed(files, weights, f"over {self._timeout_s:g} s") from error
+                raise _failed(
+                    files, weights, f"over {self._timeout_s:g} s (weights.timeout_s)"
+                ) from error
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise _failed(files, weights, f"{type(error).__name__}: {error}") from error
             self._have[files.location] = path

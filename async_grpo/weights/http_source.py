@@ -8,6 +8,7 @@ import logging
 import secrets
 
 from aiohttp import web
+from yarl import URL
 
 from async_grpo.errors import WeightSyncError
 from async_grpo.replay_parts import Cell, WeightFiles
@@ -91,7 +92,8 @@ class HttpTransport:
         await runner.setup()
         await web.TCPSite(runner, self._host, 0).start()
         self._runner = runner
-        self._root = f"http://{self._host}:{runner.addresses[0][1]}"
+        port = runner.addresses[0][1]
+        self._root = str(URL.build(scheme="http", host=self._host, port=port))
         logger.info("serving weights at %s", self._root)
 
     async def _file(self, request: web.Request) -> web.StreamResponse:

@@ -26,10 +26,12 @@ from async_grpo.engine_api import (
     UpdateFromDiskRequest,
     UpdateFromDistributedRequest,
 )
-from async_grpo.errors import GenerationError, WeightSyncError
+from async_grpo.errors import EngineSilent, GenerationError, WeightSyncError
 from async_grpo.interfaces import EngineClient
 from async_grpo.replay_parts import BucketSpec, Rendezvous, UpdateOrder
 from async_grpo.weights.server_names import unknown_names
+
+_DEADLINE = "weights.timeout_s"
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class WeightReceiver:
 
     async def load(self, directory: Path) -> None:
         """Load files instead of receiving buckets."""
-        with self._phase("load"):
+        with self._phase("load", _DEADLINE):
             await self._client.update_from_disk(
                 UpdateFromDiskRequest(
                     model_path=str(directory),
@@ -129,7 +131,7 @@ class WeightReceiver:
                 fresh one.
         """
         if rendezvous.fresh:
-            with self._phase("init_group"):
+            with self._phase("init_group", _DEADLINE):
                 if previous_group:
                     await self._client.destroy_group(previous_group)
                 await self._client.init_group(
@@ -155,7 +157,7 @@ class WeightReceiver:
         last = len(self._order.buckets) - 1
         for index, bucket in enumerate(self._order.buckets):
             try:
-                with self._phase(f"bucket {index}"):
+                with self._phase(f"bucket {index}", _DEADLINE):
                     await self._client.update_from_distributed(
                         self._bucket_request(bucket, rendezvous.group_name, last=index == last),
                         timeout_s=self._timeout_s,
@@ -233,7 +235,7 @@ class WeightReceiver:
             logprob_start_len=0,
             extra_key=f"probe-{self._order.weights}",
         )
-        with self._phase("probe"):
+        with self._phase("probe", _DEADLINE):
             reply = await self._client.generate(request, timeout_s=self._timeout_s)
         found = [logprob for logprob, *_ in reply.meta_info.input_token_logprobs[1:]]
         ids = [token_id for _, token_id, *_ in reply.meta_info.input_token_logprobs]
@@ -256,11 +258,12 @@ class WeightReceiver:
         return difference
 
     @contextmanager
-    def _phase(self, phase: str) -> Iterator[None]:
+    def _phase(self, phase: str, deadline: str = "engine.control_timeout_s") -> Iterator[None]:
         try:
             yield
         except GenerationError as error:
-            raise self._error(phase, str(error)) from error
+            field = f" ({deadline})" if isinstance(error, EngineSilent) else ""
+            raise self._error(phase, f"{error}{field}") from error
 
     def _error(self, phase: str, message: str) -> WeightSyncError:
         return WeightSyncError(self._engine_id, str(self._order.weights), phase, message)

@@ -30,11 +30,15 @@ STATUS = RoleStatus(state="working", seconds={"working": 1.0, "waiting": 1.0})
 
 
 class ScriptedGenerator:
-    """`group_for(ticket, weights)` gives the group of each ticket."""
+    """`group_for(ticket, weights)` gives the group of each ticket; `refusal` refuses updates."""
 
     def __init__(
-        self, config: Config, group_for: Callable[[Ticket, WeightsName], RolloutGroup]
+        self,
+        config: Config,
+        group_for: Callable[[Ticket, WeightsName], RolloutGroup],
+        refusal: str = "",
     ) -> None:
+        self._refusal = refusal
         dataset = Dataset(fingerprint="recorded", num_prompts=1000)
         self._client = GeneratorClient(config, name="g0", dataset=dataset)
         self._group_for = group_for
@@ -106,6 +110,9 @@ class ScriptedGenerator:
         (engine_id,) = order.engine_ids
         report = self._client.report_phase
         sequence, cell = order.publish_sequence, order.cell_id
+        if self._refusal:
+            await report(sequence, cell, engine_id, CellPhase.FAILED, self._refusal)
+            return
         if not order.go:
             await report(sequence, cell, engine_id, CellPhase.BEGUN, "")
             return

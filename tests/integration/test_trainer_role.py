@@ -51,12 +51,12 @@ def config(tmp_path):
     )
 
 
-async def serve(config, box, group_for=None):
+async def serve(config, box, group_for=None, refusal=""):
     box["server"] = ReplayServer(config)
     box["serving"] = asyncio.create_task(box["server"].serve())
     there = at_address(config, box["server"].address)
     if group_for is not None:
-        box["generator"] = ScriptedGenerator(there, group_for)
+        box["generator"] = ScriptedGenerator(there, group_for, refusal)
         box["generating"] = asyncio.create_task(box["generator"].run())
     return there
 
@@ -117,6 +117,14 @@ def test_no_generator_ends_the_run_by_the_progress_deadline(config, loop, box):
     there = loop.call(serve(config, box))
     there = replace(there, run=replace(there.run, no_progress_timeout_s=2.0))
     with pytest.raises(PeerLost, match="handed out no groups"):
+        trainer.main(there)
+
+
+def test_updates_that_fail_are_told_when_no_groups_come(config, loop, box):
+    there = loop.call(serve(config, box, group_for, "over 5 s (weights.timeout_s)"))
+    there = replace(there, run=replace(there.run, no_progress_timeout_s=4.0))
+    told = r"handed out no groups .*the last publish failed: .*over 5 s \(weights\.timeout_s\)"
+    with pytest.raises(PeerLost, match=told):
         trainer.main(there)
 
 

@@ -11,9 +11,11 @@ from async_grpo.roles.generator_start import FirstTicket, Room
 from async_grpo.types import Prompt, TicketKind
 
 
-def waiting(*slots: SimpleNamespace, timeout_s: float = 100.0, now: float = 0.0) -> FirstTicket:
+def waiting(
+    *slots: SimpleNamespace, timeout_s: float = 100.0, now: float = 0.0, update_error: str = ""
+) -> FirstTicket:
     times = iter([0.0])
-    return FirstTicket(lambda: slots, timeout_s, lambda: next(times, now))
+    return FirstTicket(lambda: slots, timeout_s, lambda: next(times, now), lambda: update_error)
 
 
 async def test_without_an_engine_its_last_error_is_told():
@@ -24,8 +26,10 @@ async def test_without_an_engine_its_last_error_is_told():
 
 async def test_without_weights_the_trainer_is_waited_for():
     slot = SimpleNamespace(engine=object(), last_error="")
-    with pytest.raises(PeerLost, match="in vain for a trainer to publish"):
+    with pytest.raises(PeerLost, match=r"in vain for a trainer to publish its first weights$"):
         await waiting(slot, now=101.0).wait(0.001)
+    with pytest.raises(PeerLost, match=r"publish its first weights \(g/0#1: over 5 s\)$"):
+        await waiting(slot, now=101.0, update_error="g/0#1: over 5 s").wait(0.001)
 
 
 async def test_a_full_buffer_is_no_reason_to_give_up(caplog: pytest.LogCaptureFixture):
@@ -50,7 +54,7 @@ async def test_a_full_buffer_is_no_reason_to_give_up(caplog: pytest.LogCaptureFi
 async def test_the_countdown(caplog: pytest.LogCaptureFixture):
     times = iter([0.0, 10.0, 200.0])
     slot = SimpleNamespace(engine=object(), last_error="")
-    first = FirstTicket(lambda: [slot], 100.0, lambda: next(times))
+    first = FirstTicket(lambda: [slot], 100.0, lambda: next(times), str)
     with caplog.at_level(logging.INFO), pytest.raises(PeerLost):
         await first.wait(0.001)
     assert "waiting for a trainer to publish its first weights; 90 s left" in caplog.text

@@ -2,10 +2,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.policy import DType, PolicySection
-from async_grpo.errors import ConfigError
+from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.training.model import PolicyModel, load_policy, resolve_device, save_policy
 from async_grpo.training.self_test import check_model
 from async_grpo.training.weight_source import PolicyWeights
@@ -71,6 +72,18 @@ def test_save_and_load_round_trip(tmp_path):
     assert torch.equal(again.lm_head.weight, policy.module.lm_head.weight)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_a_full_disk_is_told_and_not_filled_further(tmp_path):
+    def no_room(directory):
+        (directory / "config.json").write_text("{}")
+        raise SafetensorError("I/O error: No space left on device")
+
+    module = tiny_module()
+    module.save_pretrained = no_room
+    with pytest.raises(AsyncGrpoError, match="out cannot be written: I/O error: No space left"):
+        save_policy(PolicyModel(module, chunk_tokens=4), str(tmp_path), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_dropout_is_switched_off(tmp_path):

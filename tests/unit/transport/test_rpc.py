@@ -311,12 +311,12 @@ async def test_more_calls_than_the_queue_holds_wait_for_room_and_lose_nothing(tm
             asyncio.create_task(
                 client.call(Claim(number=number, wait_s=0), timeout_s=50, try_timeout_s=40)
             )
-            for number in range(100)
+            for number in range(60)  # more than a DEALER sends ahead, fewer than replies may wait
         ]
         async with serving(note, address):
             async with asyncio.timeout(20):
                 await asyncio.gather(*calls)
-    assert asked == list(range(100))  # in order, each once
+    assert asked == list(range(60))  # in order, each once
 
 
 async def test_call_that_gives_up_while_it_waits_for_room_leaves_its_place(tmp_path):

@@ -15,6 +15,7 @@ from async_grpo.errors import WeightSyncError
 from async_grpo.replay_parts import WeightFile, WeightFiles
 from async_grpo.training.feed import LoopThread
 from async_grpo.types import WeightsName
+from async_grpo.weights.addresses import listening_socket
 from async_grpo.weights.disk import DiskTransport
 from async_grpo.weights.fetch import WeightFetcher
 from async_grpo.weights.file_set import file_set
@@ -105,8 +106,13 @@ async def test_what_lies_on_a_disk_is_verified(tmp_path):
         await WeightFetcher(str(tmp_path / "other"), 5.0).get(WEIGHTS, files)
 
 
-async def test_served_weights_are_fetched_once_and_verified(loop, tmp_path):
-    transport = HttpTransport(loop.call, "127.0.0.1", 1.0)
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_served_weights_are_fetched_once_and_verified(loop, tmp_path, host):
+    try:
+        listening_socket(host).close()
+    except OSError as error:
+        pytest.skip(f"{host}: {error}")
+    transport = HttpTransport(loop.call, host, 1.0)
     fetcher = WeightFetcher(str(tmp_path), 5.0)
     try:
         snapshot = filled()
