@@ -79,6 +79,8 @@ class WeightsSection:
             "max_failures",
         )  # fmt: skip
         yield from not_negative(where, self, "probe_tolerance")
+        if self.host in ("", "0.0.0.0", "::"):
+            yield f"{where}.host is told to the others: it must be one address, got {self.host!r}"
         if self.directory and Transport.disk not in self.transports():
             yield f"{where}.directory has no effect unless {where}.transport is disk"
         if self.download_directory and Transport.http not in self.transports():

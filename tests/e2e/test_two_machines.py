@@ -84,15 +84,12 @@ def terminals(tmp_path: Path, toy_model: Path, machines: Machines) -> Iterator[T
 
 
 def start(terminals: Terminals, machines: Machines, *settings: str) -> None:
-    """Everything but the generator and its engine on the first machine."""
-    for role in ("replay", "trainer"):
-        terminals.start(
-            role, f"weights.host={TRAINER_HOST}", *settings, prefix=machines.on(0)
-        )  # fmt: skip
-    terminals.start(
-        "generator", "--name", "far", f"run.output_dir={terminals.root}/far",
-        f"weights.host={TRAINER_HOST}", *settings, prefix=machines.on(1),
-    )  # fmt: skip
+    """Everything but the generator and its engine on the first machine, as the README has it."""
+    near, far = machines.on(0), machines.on(1)
+    terminals.start("replay", *settings, prefix=near)
+    terminals.start("trainer", f"weights.host={TRAINER_HOST}", *settings, prefix=near)
+    own_directory = f"run.output_dir={terminals.root}/far"
+    terminals.start("generator", "--name", "far", own_directory, *settings, prefix=far)
 
 
 def report_of(terminals: Terminals) -> AuditReport:

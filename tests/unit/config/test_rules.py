@@ -59,6 +59,7 @@ ONE_FIELD = [
     ("algorithm.kl_coef=-1", "algorithm.kl_coef must be >= 0"),
     ("trainer.beta2=1", "trainer.beta2 must be in [0, 1)"),
     ("trainer.max_grad_norm=0", "trainer.max_grad_norm must be > 0"),
+    ("weights.host=0.0.0.0", "weights.host is told to the others: it must be one address"),
     ("weights.engines_per_cell=0", "weights.engines_per_cell must be > 0"),
     ("launch.num_generators=0", "launch.num_generators must be > 0"),
     ("launch.max_restarts=-1", "launch.max_restarts must be >= 0"),
