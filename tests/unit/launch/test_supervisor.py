@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -245,24 +246,32 @@ async def test_sigterm_is_a_clean_stop(fake: FakeRun) -> None:
     assert processes_in(fake.root) == []
 
 
+@contextmanager
+def on_hangup(action: signal.Handlers) -> Iterator[None]:
+    """Whatever the tests themselves were started with: `nohup` ignores it."""
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_a_closed_terminal_ends_all_in_order(fake: FakeRun) -> None:
-    supervisor = fake.supervisor()
-    task = await started(supervisor, "trainer", "generator-0")
-    outcome, _ = await send_and_await(signal.SIGHUP, task)
+    with on_hangup(signal.SIG_DFL):
+        supervisor = fake.supervisor()
+        task = await started(supervisor, "trainer", "generator-0")
+        outcome, _ = await send_and_await(signal.SIGHUP, task)
     assert (outcome.code, outcome.killed) == (ExitCode.INTERRUPTED, ())
     assert "SIGHUP" in outcome.cause
     assert processes_in(fake.root) == []
 
 
 async def test_under_nohup_a_closed_terminal_ends_nothing(fake: FakeRun) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with on_hangup(signal.SIG_IGN):
         supervisor = fake.supervisor()
         task = await started(supervisor, "trainer", "generator-0")
         os.kill(os.getpid(), signal.SIGHUP)
         outcome, _ = await send_and_await(signal.SIGTERM, task)
-    finally:
-        signal.signal(signal.SIGHUP, before)
     assert outcome.code is ExitCode.OK
 
 
