@@ -41,6 +41,7 @@ class Machines:
             ip("-n", name, "address", "add", f"{host}/24", "dev", "card")
             for device in ("lo", "card"):
                 ip("-n", name, "link", "set", device, "up")
+            ip("netns", "exec", name, "true")  # not all that may make one may enter it
 
     def on(self, index: int) -> list[str]:
         """What a command begins with to run there."""
