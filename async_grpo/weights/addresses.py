@@ -23,15 +23,8 @@ def listening_socket(host: str) -> socket.socket:
     Raises:
         OSError: `host` is not known, or is no address of this machine.
     """
-    family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.bind(target)
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    family, *_, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(target, family=family)
 
 
 def require_own_address(field: str, host: str) -> None:

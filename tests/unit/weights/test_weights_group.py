@@ -62,6 +62,20 @@ def send_one(receiver: Connection, name: str) -> tuple[int, int]:
     return int(payload.sum()), received
 
 
+def test_a_network_card_that_the_user_names_is_taken(receiver: Connection, monkeypatch) -> None:
+    """On one side only: the other finds out by itself."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    sent, received = send_one(receiver, "named")
+    assert received == sent
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
+    store, port = listen("127.0.0.1")
+    with pytest.raises(WeightSyncError, match="nosuch"):
+        join_group(
+            host="127.0.0.1", port=port, rank=0, world_size=2, group_name="unnamed",
+            backend="gloo", timeout_s=TIMEOUT_S, store=store,
+        )  # fmt: skip
+
+
 def test_b083_rebuilding_the_group_leaks_no_descriptor(receiver: Connection) -> None:
     after_first = 0
     for number in range(NUM_REBUILDS):
