@@ -151,8 +151,7 @@ def hold_directory(directory: RunDirectory) -> Iterator[None]:
 
 
 def take_directory(directory: RunDirectory, config: Config, *, resume: bool) -> None:
-    """Make the run directory and write the resolved configuration; see `run`."""
-    make_directory(directory)
+    """Write the resolved configuration to a directory that is held; see `run`."""
     if not holds_run(directory):
         forget_start(directory)
     elif resume:

@@ -8,6 +8,7 @@ from async_grpo.config.load import load_config, to_yaml
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError
+from async_grpo.launch.alone import make_directory
 from async_grpo.launch.run import hold_directory, take_directory
 from async_grpo.replay.core.records import DatasetAgreed, Made, encode_record
 from async_grpo.replay.store import Ledger
@@ -18,6 +19,7 @@ def used(path: Path) -> tuple[Config, RunDirectory]:
     """The configuration, and its run directory after a first start."""
     config = load_config(path)
     directory = RunDirectory(Path(config.run.output_dir))
+    make_directory(directory)
     take_directory(directory, config, resume=False)
     directory.ledger.write_bytes(
         encode_record(Made(group_id=0, prompt_index=0, kind=TicketKind.TRAIN)) + b"\n"
@@ -53,6 +55,7 @@ def test_a_ledger_that_cannot_be_read_is_kept(config_path: Path) -> None:
 def test_resume_without_a_run_starts_one(config_path: Path) -> None:
     config = load_config(config_path)
     directory = RunDirectory(Path(config.run.output_dir))
+    make_directory(directory)
     take_directory(directory, config, resume=True)
     assert directory.config.read_text() == to_yaml(config)
 
