@@ -109,6 +109,13 @@ class EngineSilent(GenerationError):  # noqa: N818 -- an outcome
         super().__init__(message, retryable=True)
 
 
+class EngineMisconfigured(GenerationError):  # noqa: N818 -- an outcome
+    """An engine process ended because of its configuration, as it will each time."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retryable=False)
+
+
 class RewardError(AsyncGrpoError):
     """A reward could not be made or loaded."""
 

@@ -82,7 +82,9 @@ class EngineSection:
     control_timeout_s: float = 20.0
     """One control call, other than the collective ones."""
     max_restarts: int = 5
-    """Starts after the first, per engine slot."""
+    """Restarts per engine slot within an hour of service; older ones no longer count. An engine
+    that never served uses them up. One that ends with exit code 2 (its configuration) is not
+    started again."""
     api_key_file: str = ""
     """File with the key that engines ask for and clients send (`Authorization: Bearer KEY`); empty:
     the environment variable ASYNC_GRPO_ENGINE_API_KEY, or no key."""

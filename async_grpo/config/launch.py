@@ -13,8 +13,9 @@ class LaunchSection:
     num_generators: int = 1
     """Generators on this machine."""
     max_restarts: int = 3
-    """Restarts of each generator, of the replay server and of the trainer, which goes on from its
-    last checkpoint."""
+    """Restarts of each generator, of the replay server and of the trainer (from its last
+    checkpoint) within an hour of service; older ones no longer count. The life of a process that
+    gave up its peers (exit code 3) is no service."""
     status_s: float = 5.0
     """Interval of the status line."""
     shutdown_timeout_s: float = 10.0

@@ -63,7 +63,8 @@ class WeightsSection:
     """Before its first update, ask an SGLang server whether it has every tensor that is to be sent:
     it ignores unknown names silently. false for a model whose names it changes in its own way."""
     max_failures: int = 5
-    """Failed updates in a row after which an engine is dead."""
+    """Failed updates in a row after which an engine is dead. Broadcasts and files are counted
+    apart: a restarted engine that loads files proves nothing about broadcasts."""
     probe_tolerance: float = 0.0
     """Largest |log-prob difference| (nats) between trainer and engine on the probe; 0: by
     policy.dtype, 1 for bfloat16 and 0.001 else."""

@@ -7,6 +7,7 @@ believed of the next. Knows nothing of processes (`lifecycle`) or of the update 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from enum import StrEnum
 
 from async_grpo.engine_api import ServerInfo
 from async_grpo.generation.update_modes import RecomputeCost
@@ -18,6 +19,13 @@ DEFAULT_SLOTS = 64
 """Requests at a time for a server that does not tell its limit."""
 REMEMBERED_UPDATES = 256
 """Of these an engine remembers what became of the KV; a request in flight spans far fewer."""
+
+
+class UpdateKind(StrEnum):
+    """How weights travel: one kind that works says nothing of the other."""
+
+    BROADCAST = "broadcast"
+    FILES = "files"
 
 
 class Engine:
@@ -36,7 +44,9 @@ class Engine:
         checksum: of the committed weights.
         recompute_cost: what retractions have cost on it.
         updated_s: when its last update ended, by the driver's clock.
-        update_failed: an update left weights that nobody knows, and ended this life.
+        failed_update: how the update travelled that left weights which nobody knows, and ended
+            this life; None: no update did.
+        committed_updates: how those travelled that were committed in this life.
     """
 
     def __init__(
@@ -55,7 +65,8 @@ class Engine:
         self.checksum = ""
         self.recompute_cost = RecomputeCost()
         self.updated_s: float | None = None
-        self.update_failed = False
+        self.failed_update: UpdateKind | None = None
+        self.committed_updates: set[UpdateKind] = set()
         self._kv_kept: OrderedDict[WeightsName, bool] = OrderedDict()
         self._on_change = on_change
         self._state = EngineState.SYNCING
@@ -149,8 +160,11 @@ class Engine:
             return False
         return not self._condemned.done()
 
-    def commit(self, weights: WeightsName, publish_sequence: int, checksum: str) -> None:
+    def commit(
+        self, weights: WeightsName, publish_sequence: int, checksum: str, kind: UpdateKind
+    ) -> None:
         """The update is in and proven."""
+        self.committed_updates.add(kind)
         self._weights = weights
         self._publish_sequence = publish_sequence
         self.checksum = checksum

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.schema import Config
+from async_grpo.errors import EngineMisconfigured, ExitCode, GenerationError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,11 @@ class EngineHandle(Protocol):
     """ours to kill"""
 
     async def wait(self) -> str:
-        """Return when it has ended, with the reason; never for an attached server."""
+        """Return when it has ended, with the reason; never for an attached server.
+
+        Raises:
+            EngineMisconfigured: another start would end the same way.
+        """
         ...
 
     async def kill(self) -> None:
@@ -79,9 +84,16 @@ class OwnedEngine:
         self._drain = asyncio.create_task(_drain(process.stdout))
 
     async def wait(self) -> str:
-        """Wait for the process to end; its exit code and its last words."""
+        """Wait for the process to end; its exit code and its last words.
+
+        Raises:
+            EngineMisconfigured: it ended with exit code 2.
+        """
         code = await self._process.wait()
-        return f"its process ended with code {code}; {log_tail(self._log, self._log_start)}"
+        ended = why_ended("its process ended", code, self._log, self._log_start)
+        if isinstance(ended, EngineMisconfigured):
+            raise ended
+        return str(ended)
 
     async def kill(self) -> None:
         """SIGKILL to the process and its children."""
@@ -135,10 +147,23 @@ def signal_group(process: Process, number: signal.Signals) -> None:
         return  # has ended
 
 
-def log_tail(log: Path, start: int) -> str:
-    """The last lines of `log` after byte `start`, for a message."""
+def why_ended(what: str, code: int, log: Path, log_start: int) -> GenerationError:
+    """The error of a process that ended with `code`; EngineMisconfigured if it will again.
+
+    Exit code 2 is ours for a wrong configuration, and every argument parser's for wrong flags. Its
+    cause comes first, since some readers show one line only.
+    """
+    lines = _last_lines(log, log_start)
+    tail = "\n    ".join([f"the end of {log}:", *lines]) if lines else f"{log} says nothing"
+    if code == ExitCode.CONFIG:
+        cause = f": {lines[-1].strip()}" if lines else ""
+        return EngineMisconfigured(f"{what} (exit code {code}, configuration){cause}; {tail}")
+    return GenerationError(f"{what} (exit code {code}); {tail}", retryable=True)
+
+
+def _last_lines(log: Path, start: int) -> list[str]:
+    """What `log` says at its end, after byte `start`."""
     with log.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(start, end - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").rstrip().splitlines()[-TAIL_LINES:]
-    return "\n    ".join([f"the end of {log}:", *lines]) if lines else f"{log} says nothing"
+        return file.read().decode(errors="replace").rstrip().splitlines()[-TAIL_LINES:]

@@ -2,28 +2,32 @@
 
     start / attach --> wait until it is ready --> Engine (syncing, serving, ...) --> condemned
           ^                                                                            |
-          +------------- back-off, at most engine.max_restarts (own engines) <---------+
+          +----- back-off, engine.max_restarts an hour of service (own engines) <------+
 
 A life ends when the process exits, when /server_info goes unanswered twice, when the engine is not
 ready for too long, or when someone condemns it. A server of our own is then killed; an attached one
-is sent nothing more until it answers again. Knows nothing of requests, updates, or how a process is
-started (`starts`).
+is sent nothing more until it answers again. A process that ends because of its configuration is
+not started again: it would end the same way. Knows nothing of requests, of updates, or of how a
+process is started (`starts`).
 """
 
 import asyncio
 import itertools
 import logging
 import secrets
+import time
+from collections import Counter
 from collections.abc import Callable
 
 from async_grpo.config.engine import EngineSection
 from async_grpo.engine_api import ServerInfo
-from async_grpo.errors import GenerationError
-from async_grpo.generation.engines import Engine
+from async_grpo.errors import EngineMisconfigured, GenerationError
+from async_grpo.generation.engines import Engine, UpdateKind
 from async_grpo.generation.handles import EngineHandle, StartEngine
 from async_grpo.generation.handshake import shake_hands
-from async_grpo.interfaces import EngineClient
+from async_grpo.interfaces import Clock, EngineClient
 from async_grpo.replay_parts import EngineState, EngineStatus
+from async_grpo.transport.restarts import RestartBudget
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +53,15 @@ class EngineSlot:
         section: deadlines and the budget of restarts.
         liveness_s: interval of /server_info.
         on_change: called when the status changes.
-        max_failed_updates: weight updates that may fail in a row; None: any number.
+        max_failed_updates: weight updates of one kind that may fail in a row; None: any number.
+        clock: seconds, of the time that engines serve.
 
     Attributes:
         engine: the present life, or None between lives.
         last_error: why the newest life ended, in one line.
         last_words: the same, with the end of its log.
-        failed: the budget of restarts, or of failed updates, is used up.
+        failed: the budget of restarts, or of failed updates, is used up, or no start can succeed.
+        misconfigured: the process ended because of its configuration.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class EngineSlot:
         liveness_s: float,
         on_change: Callable[[], None],
         max_failed_updates: int | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._name = name
         self._start = start
@@ -76,7 +83,9 @@ class EngineSlot:
         self._liveness_s = liveness_s
         self._on_change = on_change
         self._max_failed_updates = max_failed_updates
-        self._num_failed_updates = 0
+        self._num_failed_updates: Counter[UpdateKind] = Counter()
+        self._clock = clock
+        self._budget = RestartBudget(section.max_restarts)
         # a restarted generator must not repeat the ids of the one before it
         self._process_token = secrets.token_hex(3)
         self._next_id = self._id(1)
@@ -84,7 +93,7 @@ class EngineSlot:
         self._left_group = ""
         self.engine: Engine | None = None
         self.last_error = self.last_words = ""
-        self.failed = False
+        self.failed = self.misconfigured = False
 
     def _id(self, start: int) -> str:
         return f"{self._name}#{self._process_token}-{start}"
@@ -102,7 +111,6 @@ class EngineSlot:
         Cancel it to end the engine cleanly.
         """
         backoff_s = FIRST_BACKOFF_S
-        num_restarts = 0
         for start in itertools.count(1):
             self._next_id = self._id(start)
             owned = True
@@ -110,17 +118,17 @@ class EngineSlot:
                 owned, reason, served = await self._live(self._next_id)
             except GenerationError as error:
                 reason, served = str(error), False
+                self.misconfigured = isinstance(error, EngineMisconfigured)
             self.last_words = f"{self._next_id}: {reason}"
             self.last_error = self.last_words.partition("\n")[0]
             logger.warning("engine %s", self.last_words)
             if served:
                 backoff_s = FIRST_BACKOFF_S
-            if (owned and num_restarts >= self._section.max_restarts) or self._is_hopeless:
+            if self._is_hopeless or (owned and not self._budget.take()):
                 self._between = EngineState.DEAD
                 self.failed = True
                 self._on_change()
                 return
-            num_restarts += owned
             self._between = EngineState.STARTING if owned else EngineState.QUARANTINED
             self._next_id = self._id(start + 1)
             self._on_change()
@@ -129,15 +137,17 @@ class EngineSlot:
 
     @property
     def _is_hopeless(self) -> bool:
-        """So many updates in a row have failed that another life would not help."""
+        """Another life would not help: of its configuration, or of so many failed updates."""
         limit = self._max_failed_updates
-        return limit is not None and self._num_failed_updates >= limit
+        failures = max(self._num_failed_updates.values(), default=0)
+        return self.misconfigured or (limit is not None and failures >= limit)
 
     def _count_updates(self, engine: Engine) -> None:
-        """At the end of a life: a commit in it ends the row of failures before."""
-        if engine.weights is not None:
-            self._num_failed_updates = 0
-        self._num_failed_updates += engine.update_failed
+        """At the end of a life: a commit in it ends the row of failures before, of its kind."""
+        for kind in engine.committed_updates:
+            self._num_failed_updates[kind] = 0
+        if engine.failed_update is not None:
+            self._num_failed_updates[engine.failed_update] += 1
 
     async def _live(self, engine_id: str) -> tuple[bool, str, bool]:
         """One life: (is the process ours, why it ended, whether it ever served)."""
@@ -150,7 +160,12 @@ class EngineSlot:
             self.engine = engine
             logger.info("engine %s answers at %s: %s", engine_id, handle.url, _summary(info))
             self._on_change()
-            reason = await self._watch(handle, engine)
+            answered_s = self._clock()
+            try:
+                reason = await self._watch(handle, engine)
+            finally:
+                if engine.weights is not None:
+                    self._budget.serve(self._clock() - answered_s)
             return handle.owned, reason, engine.weights is not None
         except asyncio.CancelledError:
             clean = True
@@ -182,7 +197,7 @@ class EngineSlot:
                     self.last_error = why_last_ended
                     return info
                 except GenerationError as error:
-                    if ended.done():
+                    if ended.done():  # result() may raise what says more
                         raise GenerationError(ended.result(), retryable=True) from error
                     if not error.retryable:
                         raise

@@ -29,8 +29,8 @@ from async_grpo.generation.handles import (
     OwnedEngine,
     StartEngine,
     StartServer,
-    log_tail,
     signal_group,
+    why_ended,
 )
 from async_grpo.generation.sglang_server import require_interpreter, start_sglang
 from async_grpo.transport.parent import start_child_async
@@ -126,7 +126,8 @@ async def start_announced(
         timeout_s: deadline for that line.
 
     Raises:
-        GenerationError: it ended, or printed no such line in time.
+        GenerationError: it ended, or printed no such line in time. EngineMisconfigured: it ended
+            because of its configuration.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as stderr:
@@ -138,9 +139,7 @@ async def start_announced(
         signal_group(process, signal.SIGKILL)
         code = await process.wait()
         if isinstance(error, GenerationError):
-            raise GenerationError(
-                f"{error} (exit code {code}); {log_tail(log, log_start)}", retryable=True
-            ) from error
+            raise why_ended(str(error), code, log, log_start) from error
         raise
     return OwnedEngine(process, url, log, log_start=log_start, held=ExitStack())
 

@@ -25,7 +25,7 @@ from async_grpo.config.generation import OnWeightUpdate
 from async_grpo.config.weights import WeightsSection
 from async_grpo.engine_api import PauseMode
 from async_grpo.errors import GenerationError, RemoteError, WeightSyncError
-from async_grpo.generation.engines import Engine
+from async_grpo.generation.engines import Engine, UpdateKind
 from async_grpo.generation.update_modes import choose_mode, kv_tokens
 from async_grpo.generation.update_under_way import Key, Laps, NotSent, Update
 from async_grpo.interfaces import Clock, UpdateReports
@@ -118,7 +118,7 @@ class WeightDriver:
             except WeightSyncError as error:
                 self.last_error = str(error)
                 logger.warning("%s", error)
-                engine.update_failed = True
+                engine.failed_update = _kind(order)
                 engine.condemn(str(error))
                 await self._report(key, engine.engine_id, CellPhase.FAILED, str(error))
                 return
@@ -126,7 +126,7 @@ class WeightDriver:
                 engine.condemn("the generator stops in the middle of an update")
                 raise
             engine.updated_s = self._clock()
-            engine.commit(order.weights, order.publish_sequence, report.checksum)
+            engine.commit(order.weights, order.publish_sequence, report.checksum, _kind(order))
         logger.info("engine %s serves %s (%s)", engine.engine_id, order.weights, update.mode.value)
         await self._report(key, engine.engine_id, CellPhase.COMMITTED, "", report)
 
@@ -327,3 +327,7 @@ class WeightDriver:
             await self._replay.report_phase(*key, engine_id, phase, detail, report)
         except RemoteError as error:
             logger.warning("report %s of engine %s: %s", phase.value, engine_id, error)
+
+
+def _kind(order: UpdateOrder) -> UpdateKind:
+    return UpdateKind.BROADCAST if order.files is None else UpdateKind.FILES

@@ -13,6 +13,7 @@ only: it reads no ledger, no metrics and no message.
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,9 @@ from typing import Any
 
 from async_grpo.config.launch import LaunchSection
 from async_grpo.errors import ExitCode
+from async_grpo.interfaces import Clock
 from async_grpo.launch.processes import RoleCommand, RoleProcess, describe_exit, wait_all
+from async_grpo.transport.restarts import RestartBudget
 
 START_S = 60.0
 """Budget of the replay server from its start to its address."""
@@ -59,7 +62,10 @@ class Outcome:
 
 
 class Supervisor:
-    """One run. `say` prints a line for people; `beside` runs along, given the address."""
+    """One run. `say` prints a line for people; `beside` runs along, given the address.
+
+    `clock` (seconds) tells how long a process has lived, for its budget of restarts.
+    """
 
     def __init__(
         self,
@@ -67,12 +73,16 @@ class Supervisor:
         commands: RunCommands,
         say: Callable[[str], None],
         beside: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+        *,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._settings = settings
         self._commands = commands
         self._say = say
         self._beside = beside
         self._processes: dict[str, RoleProcess] = {}
+        self._clock = clock
+        self._started_s: dict[str, float] = {}
         self._restarts: dict[str, int] = {}
         self._address = ""
         self._outcome: Outcome | None = None
@@ -160,24 +170,26 @@ class Supervisor:
     def _start(self, command: RoleCommand) -> RoleProcess:
         process = RoleProcess(command)
         self._processes[command.name] = process
+        self._started_s[command.name] = self._clock()
         return process
 
     async def _keep(self, name: str) -> None:
         """Restart a role that died, within its budget; the trainer goes on from a checkpoint."""
+        budget = RestartBudget(self._settings.max_restarts)
         while True:
             process = self._processes[name]
             code = await process.wait()
             if code == ExitCode.OK:
                 await self._stopped_by_itself(name)
                 return
-            used = self._restarts.get(name, 0)
-            if code in _final_codes(name) or used >= self._settings.max_restarts:
+            if code != ExitCode.PEER:  # whoever gives up its peers has only waited
+                budget.serve(self._clock() - self._started_s[name])
+            used = budget.num_used
+            if code in _final_codes(name) or not budget.take():
                 self._fail(process, code, _passed_on(code))
                 return
-            self._restarts[name] = used + 1
-            self._say(
-                f"{name} {describe_exit(code)}; restart {used + 1} of {self._settings.max_restarts}"
-            )
+            self._restarts[name] = self._restarts.get(name, 0) + 1
+            self._say(f"{name} {describe_exit(code)}; restart {used + 1} of {budget.limit}")
             await asyncio.sleep(min(_FIRST_BACK_OFF_S * 2**used, _MAX_BACK_OFF_S))
             command = self._commands.replay(self._address) if name == REPLAY else process.command
             self._start(command)

@@ -36,7 +36,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import AsyncGrpoError, GenerationError
+from async_grpo.errors import AsyncGrpoError, ConfigError, GenerationError
 from async_grpo.generation.activity import Activity
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.group_runner import GroupRunner
@@ -109,6 +109,7 @@ class Generator:
                 liveness_s=config.replay.heartbeat_s,
                 on_change=self._on_engine_change,
                 max_failed_updates=config.weights.max_failures,
+                clock=clock,
             )
             for index, start in enumerate(start_engines)
         ]
@@ -193,12 +194,16 @@ class Generator:
 
     async def _keep_engine(self, slot: EngineSlot) -> None:
         await slot.run()
-        if all(other.failed for other in self._slots):
-            raise GenerationError(
-                "no engine is left, engine.max_restarts or weights.max_failures are used up; "
-                f"{slot.last_words}",
-                retryable=False,
-            )
+        if not all(other.failed for other in self._slots):
+            return
+        for other in self._slots:
+            if other.misconfigured:  # the exit code after which nobody starts us again
+                raise ConfigError(f"no engine is left; {other.last_words}")
+        raise GenerationError(
+            "no engine is left, engine.max_restarts or weights.max_failures are used up; "
+            f"{slot.last_words}",
+            retryable=False,
+        )
 
     async def _claim_loop(self) -> None:
         """One ticket at a time, for as long as an engine slot is free."""

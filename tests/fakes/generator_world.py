@@ -16,6 +16,7 @@ from async_grpo.config.run import RunSection
 from async_grpo.config.schema import Config
 from async_grpo.config.task import TaskSection
 from async_grpo.config.weights import WeightsSection
+from async_grpo.errors import EngineMisconfigured
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.sample_log import SampleLog
 from async_grpo.generation.witness import WitnessLog
@@ -86,6 +87,7 @@ class FakeHandle:
         self.owned = owned
         self.url = engine.url
         self._ended = asyncio.Event()
+        self.misconfigured = False
 
     @property
     def ended(self) -> bool:
@@ -94,6 +96,8 @@ class FakeHandle:
 
     async def wait(self) -> str:
         await self._ended.wait()
+        if self.misconfigured:
+            raise EngineMisconfigured("no such flag")
         return "the fake process ended"
 
     async def kill(self) -> None:

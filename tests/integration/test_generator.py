@@ -86,6 +86,17 @@ async def test_a_generator_whose_engines_all_die_fails(tmp_path):
         world.failure_expected = True
 
 
+async def test_engines_that_end_because_of_their_configuration_end_the_generator(tmp_path):
+    async with World(tmp_path, max_restarts=9).running() as world:
+        await world.replay.wanting()
+        world.handles[0].misconfigured = True
+        await world.handles[0].kill()
+        with pytest.raises(ConfigError, match=r"no engine is left; gen/0#.*no such flag"):
+            await world.task
+        world.failure_expected = True
+    assert len(world.engines) == 1
+
+
 async def test_an_engine_without_room_for_the_longest_prompt_is_refused(tmp_path):
     async with World(tmp_path, context_length=12).running() as world:
         with pytest.raises(ConfigError, match=r"context of engine gen/0#.* \(12\) is below the"):

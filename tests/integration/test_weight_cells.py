@@ -265,3 +265,18 @@ async def test_an_engine_whose_updates_always_fail_is_dead(tmp_path):
         result = await world.publish(1)
         assert (result.failures, result.num_cells) == ([], 1)
         await world.until(lambda: str(world.status(0).weights) == "1.1")
+
+
+async def test_an_engine_that_takes_files_but_no_broadcast_is_dead(tmp_path):
+    weights = {"max_failures": 2, "late_transport": Transport.disk}
+    world = GlooWorld(tmp_path, owned=False, weights=weights)
+    async with world.whole():
+        world.slots[1].plan(Route.UPDATE_FROM_DISTRIBUTED, Mishap.REFUSE)
+        assert len((await world.publish(0)).failures) == 1
+        await world.until(lambda: world.status(1).wants_sync)
+        assert (await world.serve_wishes()).failures == []
+        await world.until(lambda: world.serves(1))
+        world.slots[1].plan(Route.UPDATE_FROM_DISTRIBUTED, Mishap.REFUSE)
+        assert len((await world.publish(1)).failures) == 1
+        await world.until(lambda: world.status(1).state is EngineState.DEAD)
+        assert (await world.publish(2)).failures == []

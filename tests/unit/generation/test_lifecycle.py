@@ -8,8 +8,9 @@ import pytest
 from async_grpo.config.engine import EngineSection
 from async_grpo.engine_api import Load, ServerInfo
 from async_grpo.engine_api import Path as Route
-from async_grpo.errors import GenerationError
+from async_grpo.errors import EngineMisconfigured, GenerationError
 from async_grpo.generation import lifecycle
+from async_grpo.generation.engines import UpdateKind
 from async_grpo.generation.lifecycle import EngineSlot
 from async_grpo.generation.starts import start_announced
 from async_grpo.replay_parts import EngineState
@@ -55,6 +56,25 @@ async def test_a_process_that_does_not_come_up_is_an_error(tmp_path, program, ti
         await start_announced(
             [sys.executable, "-c", program], tmp_path / "log", env={}, timeout_s=timeout_s
         )
+
+
+async def test_a_process_that_ends_with_code_2_is_misconfigured_and_its_last_line_comes_first(
+    tmp_path,
+):
+    log = tmp_path / "log"
+    program = "import sys; print('usage\\nno such flag: --foo', file=sys.stderr); sys.exit(2)"
+    with pytest.raises(EngineMisconfigured) as before:
+        await start_announced([sys.executable, "-c", program], log, env={}, timeout_s=20.0)
+    told = """print('{"url": "http://127.0.0.1:1"}', flush=True); """
+    program = program.replace("print('usage", told + "print('usage")
+    handle = await start_announced([sys.executable, "-c", program], log, env={}, timeout_s=20.0)
+    with pytest.raises(EngineMisconfigured) as after:
+        await handle.wait()
+    await handle.kill()
+    for error in (before.value, after.value):
+        first, *others = str(error).splitlines()
+        assert "(exit code 2, configuration): no such flag: --foo; the end of " in first
+        assert [line.strip() for line in others] == ["usage", "no such flag: --foo"]
 
 
 async def test_a_cancelled_start_leaves_no_process(tmp_path):
@@ -132,10 +152,13 @@ class Handle:
     def __init__(self, owned):
         self.owned = owned
         self.ended = asyncio.Event()
+        self.misconfigured = False
         self.calls = []
 
     async def wait(self):
         await self.ended.wait()
+        if self.misconfigured:
+            raise EngineMisconfigured("no such flag")
         return "exit\n    the end of its log"
 
     async def kill(self):
@@ -149,8 +172,16 @@ class Slot:
     """An EngineSlot whose processes are fakes, with a way to wait for its changes."""
 
     def __init__(
-        self, monkeypatch, *, owned=True, max_restarts=2, start_timeout_s=5.0, is_ready=True
+        self,
+        monkeypatch,
+        *,
+        owned=True,
+        max_restarts=2,
+        start_timeout_s=5.0,
+        is_ready=True,
+        max_failed_updates=None,
     ):
+        self.now = 0.0
         for name in ("FIRST_BACKOFF_S", "LONGEST_BACKOFF_S", "READY_RETRY_S"):
             monkeypatch.setattr(lifecycle, name, 0.001)
         self.handles, self.clients, self.ids = [], [], []
@@ -165,6 +196,8 @@ class Slot:
             EngineSection(max_restarts=max_restarts, start_timeout_s=start_timeout_s),
             liveness_s=0.001,
             on_change=self.changed.set,
+            max_failed_updates=max_failed_updates,
+            clock=lambda: self.now,
         )
         self.task = asyncio.create_task(self.slot.run())
 
@@ -279,6 +312,76 @@ async def test_the_budget_of_restarts_ends(monkeypatch):
     assert "will not start" in slot.slot.last_error
 
 
+async def serve_and_end(slot, number, service_s):
+    """Life `number` gets weights, serves so long, and ends."""
+    engine = await slot.life(number)
+    engine.begin_update()
+    engine.commit(WeightsName(1, number), number, "checksum", UpdateKind.FILES)
+    slot.now += service_s
+    slot.handles[number - 1].ended.set()
+    await slot.until(lambda: slot.slot.engine is not engine)
+
+
+async def test_the_budget_of_restarts_refills_with_each_hour_of_service(monkeypatch):
+    slot = Slot(monkeypatch, max_restarts=2)
+    for number in range(1, 8):
+        await serve_and_end(slot, number, 1800.0)
+    await slot.life(8)
+    assert not slot.slot.failed, "never more than two restarts within an hour of service"
+    await serve_and_end(slot, 8, 1799.0)
+    await asyncio.wait_for(slot.task, 5)
+    assert slot.slot.failed, "the third within an hour"
+
+
+async def test_time_without_service_refills_nothing(monkeypatch):
+    slot = Slot(monkeypatch, max_restarts=2)
+    for number in (1, 2, 3):
+        await slot.life(number)
+        slot.now += 7200.0  # it answers, but never gets weights
+        slot.handles[number - 1].ended.set()
+    await asyncio.wait_for(slot.task, 5)
+    assert slot.slot.failed
+
+
+async def test_an_engine_that_ends_because_of_its_configuration_is_not_started_again(monkeypatch):
+    slot = Slot(monkeypatch, max_restarts=9)
+    await slot.life(1)
+    slot.handles[0].misconfigured = True
+    slot.handles[0].ended.set()
+    await asyncio.wait_for(slot.task, 5)
+    assert len(slot.ids) == 1
+    assert slot.slot.failed
+    assert slot.slot.misconfigured
+    assert slot.slot.last_words == f"{slot.ids[0]}: no such flag"
+
+
+async def test_broadcasts_that_fail_in_each_life_end_a_slot_whose_files_arrive(monkeypatch):
+    slot = Slot(monkeypatch, max_restarts=9, max_failed_updates=3)
+    for number in (1, 2, 3):
+        engine = await slot.life(number)
+        engine.begin_update()
+        engine.commit(WeightsName(1, number), 2 * number, "checksum", UpdateKind.FILES)
+        engine.failed_update = UpdateKind.BROADCAST
+        engine.condemn("the broadcast failed")
+        await slot.until(lambda engine=engine: slot.slot.engine is not engine)
+    await asyncio.wait_for(slot.task, 5)
+    assert slot.slot.failed
+    assert len(slot.ids) == 3
+
+
+async def test_a_broadcast_that_arrives_ends_the_row_of_failed_ones(monkeypatch):
+    slot = Slot(monkeypatch, max_restarts=9, max_failed_updates=2)
+    for number in (1, 2, 3):
+        engine = await slot.life(number)
+        engine.begin_update()
+        engine.commit(WeightsName(1, number), number, "checksum", UpdateKind.BROADCAST)
+        engine.failed_update = UpdateKind.BROADCAST
+        engine.condemn("the next broadcast failed")
+    await slot.life(4)
+    assert not slot.slot.failed
+    await slot.end()
+
+
 async def test_an_attached_engine_is_waited_for_and_cleaned_up(monkeypatch):
     slot = Slot(monkeypatch, owned=False, max_restarts=0, start_timeout_s=5.0)
     engine = await slot.life(1)
@@ -320,7 +423,7 @@ async def test_an_engine_that_is_not_ready_gets_no_requests(monkeypatch):
     slot = Slot(monkeypatch)
     engine = await slot.life(1)
     engine.begin_update()
-    engine.commit(WeightsName(1, 0), 1, "checksum")
+    engine.commit(WeightsName(1, 0), 1, "checksum", UpdateKind.FILES)
     assert engine.serving
     slot.clients[0].is_ready = False
     await slot.until(lambda: not engine.serving)

@@ -4,7 +4,7 @@ import pytest
 
 from async_grpo.engine_api import ServerInfo
 from async_grpo.generation.activity import Activity
-from async_grpo.generation.engines import Engine
+from async_grpo.generation.engines import Engine, UpdateKind
 from async_grpo.generation.routing import Placement, Router
 from async_grpo.replay_parts import EngineState
 from async_grpo.types import WeightsName
@@ -29,7 +29,7 @@ class Fleet:
             info = ServerInfo(version="fake", max_running_requests=count + 1)
             engine = Engine(f"e{index}", None, info, self.router.dispatch)
             self.engines.append(engine)
-            engine.commit(V0, 1, "sum")
+            engine.commit(V0, 1, "sum", UpdateKind.FILES)
 
     def group(self, size):
         placement = Placement()
@@ -80,7 +80,7 @@ async def test_no_request_goes_to_an_engine_under_update():
     places = fleet.group(2)
     assert await entered(places[0]) is fleet.engines[1]
     assert places[1].waiting
-    fleet.engines[0].commit(V1, 2, "sum")
+    fleet.engines[0].commit(V1, 2, "sum", UpdateKind.FILES)
     assert await entered(places[1]) is fleet.engines[0]
 
 
@@ -127,7 +127,7 @@ async def test_an_engine_is_on_probation_between_resume_and_probe():
     held = asyncio.create_task(engine.cleared())
     await asyncio.sleep(0)
     assert not held.done()
-    engine.commit(V1, 2, "sum")
+    engine.commit(V1, 2, "sum", UpdateKind.FILES)
     assert await held
     assert engine.status.weights == V1
     engine.begin_update()
@@ -144,7 +144,7 @@ async def test_the_end_of_an_engine_is_final():
     engine.condemn("first reason")
     engine.condemn("second reason")
     engine.begin_update()
-    engine.commit(V1, 2, "sum")
+    engine.commit(V1, 2, "sum", UpdateKind.FILES)
     assert engine.status.state is EngineState.QUARANTINED
     assert not engine.status.wants_sync
     assert await engine.condemned() == "first reason"
@@ -170,7 +170,7 @@ async def test_activity_is_in_exactly_one_state():
     at(3)
     engine.begin_update()
     at(4)
-    engine.commit(V1, 2, "sum")
+    engine.commit(V1, 2, "sum", UpdateKind.FILES)
     at(5)
     place.leave()
     inserting = 1

@@ -1,6 +1,7 @@
 """The supervisor with tiny programs in place of roles: what ends a run, and with which code."""
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -51,11 +52,16 @@ class FakeRun:
         self.trainer = WAITER
         self.generators = [WAITER]
 
-    def supervisor(self, max_restarts: int = 2, shutdown_timeout_s: float = 2.0) -> Supervisor:
+    def supervisor(
+        self,
+        max_restarts: int = 2,
+        shutdown_timeout_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Supervisor:
         settings = LaunchSection(max_restarts=max_restarts, shutdown_timeout_s=shutdown_timeout_s)
         prepare = self._command("prepare", self.prepare) if self.prepare else None
         commands = RunCommands(prepare, self.root / "address", self._replay, self._others)
-        return Supervisor(settings, commands, self.said.append)
+        return Supervisor(settings, commands, self.said.append, clock=clock)
 
     def _replay(self, address: str | None) -> RoleCommand:
         self.addresses.append(address)
@@ -163,6 +169,31 @@ async def test_a_killed_generator_is_restarted(fake: FakeRun) -> None:
     assert outcome.code is ExitCode.OK
     assert outcome.restarts == {"generator-0": 1}
     assert fake.said == ["generator-0 was killed by SIGKILL; restart 1 of 2"]
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [(1, {"generator-0": 3}), (3, {"generator-0": 1})],
+    ids=["served", "waited in vain"],
+)
+async def test_an_hour_of_service_refills_the_budget(
+    fake: FakeRun, status: int, expected: dict[str, int]
+) -> None:
+    # Three lives end after more than an hour by the fake clock; the fourth stops by itself.
+    fake.generators = [
+        "import pathlib, sys\n"
+        "lives = pathlib.Path(sys.argv[1]).with_name('lives')\n"
+        "with lives.open('a') as file: file.write('x')\n"
+        f"sys.exit({status} if lives.stat().st_size < 4 else 0)"
+    ]
+    hours = itertools.count()
+    supervisor = fake.supervisor(
+        max_restarts=1, shutdown_timeout_s=0.5, clock=lambda: 3601.0 * next(hours)
+    )
+    outcome = await supervisor.run()
+    assert outcome.restarts == expected
+    if status == 1:
+        assert fake.said[:3] == ["generator-0 ended with exit code 1; restart 1 of 1"] * 3
 
 
 async def test_a_restarted_server_takes_its_address_again(fake: FakeRun) -> None:
