@@ -157,10 +157,10 @@ def run(study: Study, model: Path, objective: str, lag: int, seed: int) -> dict[
     """One run: the reward that each version's own samples earn, and figures of each step."""
     began = time.process_time()
     torch.manual_seed(seed)
-    policy = load_policy(PolicySection(model=str(model)), torch.device("cpu"), chunk_tokens=512)
+    trainer = TrainerSection(lr=study.lr, warmup_steps=study.warmup_steps)
+    policy = load_policy(PolicySection(model=str(model)), trainer, torch.device("cpu"))
     sampler = Sampler(study, policy, load_tokenizer(str(model)), seed)
     algorithm = algorithm_of(objective)
-    trainer = TrainerSection(lr=study.lr, warmup_steps=study.warmup_steps)
     step = TrainStep(policy, algorithm, trainer, num_train_steps=study.num_steps)
     waiting = deque(sampler.groups(0) for _ in range(lag + 1))
     rewards = [mean_reward([group for groups in waiting for group in groups])]

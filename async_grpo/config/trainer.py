@@ -14,6 +14,16 @@ class LRSchedule(StrEnum):
     cosine = "cosine"
 
 
+class Attention(StrEnum):
+    """Implementation of attention in the trainer, by transformers' names."""
+
+    sdpa = "sdpa"
+    eager = "eager"
+    flex_attention = "flex_attention"
+    flash_attention_2 = "flash_attention_2"
+    flash_attention_3 = "flash_attention_3"
+
+
 @dataclass(kw_only=True)
 class TrainerSection:
     """The train step."""
@@ -40,6 +50,13 @@ class TrainerSection:
     """Packed tokens of one forward and backward."""
     logprob_chunk_tokens: int = 512
     """Rows of the head computed at a time; full logits are never held."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass, and compute the layer again there:
+    a fraction of the activations, for about a third more time. Same gradients."""
+    attention: Attention = Attention.sdpa
+    """sdpa and eager run everywhere. flex_attention needs a CUDA device and compiles at its first
+    use; flash_attention_2 and flash_attention_3 need a CUDA device and their packages (flash-attn,
+    flash-attn-3). All compute the same log-probs but for rounding."""
     threads: int = 1
     """CPU threads of one rank."""
     device: str = "auto"

@@ -56,12 +56,8 @@ def run_doctor(config: Config, config_args: Sequence[str]) -> Report:
 
 
 def _examine_policy(config: Config, findings: list[Finding]) -> ExaminedPolicy:
-    model = load_policy(
-        config.policy,
-        resolve_device(config.trainer.device),
-        chunk_tokens=config.trainer.logprob_chunk_tokens,
-        trainable=False,
-    )
+    device = resolve_device(config.trainer.device)
+    model = load_policy(config.policy, config.trainer, device, trainable=False)
     findings += check_model(model, seed=config.run.seed)
     finding, tokenizer = check_tokenizer(config, model)
     findings.append(finding)

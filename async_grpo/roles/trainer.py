@@ -126,13 +126,12 @@ def _load(config: Config) -> _Trainer:
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.run.seed)
     device = resolve_device(config.trainer.device)
-    chunk = config.trainer.logprob_chunk_tokens
-    policy = load_policy(config.policy, device, chunk_tokens=chunk)
+    policy = load_policy(config.policy, config.trainer, device)
     if config.trainer.self_test:
         check_model(policy, seed=config.run.seed)
     reference = None
     if config.algorithm.kl_coef > 0:
-        reference = load_policy(config.policy, device, chunk_tokens=chunk, trainable=False)
+        reference = load_policy(config.policy, config.trainer, device, trainable=False)
     step = TrainStep(
         policy,
         config.algorithm,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from async_grpo.config.load import load_config
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
+from async_grpo.config.trainer import TrainerSection
 from async_grpo.errors import ConfigError
 from async_grpo.training.checkpoint import MODEL
 from async_grpo.training.checkpoint_files import CheckpointError, CheckpointFiles
@@ -73,8 +74,7 @@ def _choose_checkpoint(directory: RunDirectory, config: Config) -> Path | None:
 def _load(config: Config, model: str) -> PolicyModel:
     """The model in `model`, loaded, so that a broken one is not passed on."""
     section = replace(config.policy, model=model)
-    chunk_tokens = config.trainer.logprob_chunk_tokens
-    return load_policy(section, torch.device("cpu"), chunk_tokens=chunk_tokens, trainable=False)
+    return load_policy(section, TrainerSection(), torch.device("cpu"), trainable=False)
 
 
 def _take_weights(policy: PolicyModel, checkpoint: Path) -> None:

@@ -3,16 +3,22 @@
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from async_grpo.config.policy import PolicySection
+from async_grpo.config.trainer import Attention, TrainerSection
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.training.logprobs import chosen_logprobs
 from async_grpo.weights.pretrained import load_pretrained
@@ -23,6 +29,10 @@ _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "generation_config.json",
 )  # fmt: skip
+_PACKAGES = {
+    Attention.flash_attention_2: (is_flash_attn_2_available, "flash-attn"),
+    Attention.flash_attention_3: (is_flash_attn_3_available, "flash-attn-3"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,11 @@ class PolicyModel:
                 f"policy.model: {type(module).__name__} has no plain linear head; its log-probs "
                 "cannot be made in chunks"
             )
+        if module.base_model is module:
+            raise ConfigError(
+                f"policy.model: {type(module).__name__} does not name the part below its head; its "
+                "hidden states cannot be had"
+            )
         self.module: nn.Module = module
         self.module.config.use_cache = False  # a cache would silently break packing
         self._backbone: nn.Module = module.base_model
@@ -60,6 +75,28 @@ class PolicyModel:
         self.dtype: torch.dtype = module.dtype
         self.accumulation_dtype = torch.promote_types(self.dtype, torch.float32)
         self.device: torch.device = module.device
+
+    def checkpoint_layers(self) -> None:
+        """From now on keep only each layer's input for the backward pass.
+
+        transformers' own switch acts in training mode only, where dropout and noise of routers act
+        too. This one acts whenever gradients are made.
+
+        Raises:
+            ConfigError: the model is not made of transformers' layers.
+        """
+        layers: list[Any] = [
+            module
+            for module in self._backbone.modules()
+            if isinstance(module, GradientCheckpointingLayer)
+        ]
+        if not layers:
+            raise ConfigError(
+                f"trainer.gradient_checkpointing: {type(self.module).__name__} has no layers that "
+                "can be computed again"
+            )
+        for layer in layers:
+            layer.forward = partial(_again_in_backward, layer.forward)
 
     @property
     def vocab_size(self) -> int:
@@ -88,6 +125,14 @@ class PolicyModel:
         )
 
 
+def _again_in_backward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward`, whose intermediate tensors are not kept but made again."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # nothing in evaluation mode draws random numbers, so none of their state is kept
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
 def resolve_device(name: str) -> torch.device:
     """`auto`: cuda if there is one, else cpu.
 
@@ -106,27 +151,52 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_policy(
-    policy: PolicySection, device: torch.device, *, chunk_tokens: int, trainable: bool = True
+    policy: PolicySection,
+    settings: TrainerSection,
+    device: torch.device,
+    *,
+    trainable: bool = True,
 ) -> PolicyModel:
-    """Load the weights of `policy.model`.
+    """Load the weights of `policy.model`, in evaluation mode.
 
-    Dropout is switched off: the behavior policy sampled without it.
+    That is the mode of the engines that sampled: no dropout, no noise of routers.
 
     Args:
         policy: section `policy`.
+        settings: section `trainer`: how log-probs and attention are computed.
         device: where it computes.
-        chunk_tokens: rows of the head computed at a time.
         trainable: False: frozen, as a reference policy.
 
     Raises:
-        ConfigError: the model cannot be loaded, or its head is not a plain linear layer.
+        ConfigError: the model cannot be loaded or used in this way, or a package is missing.
     """
+    _require_attention(settings.attention, device)
     dtype: torch.dtype = getattr(torch, policy.dtype.value)
-    module = load_pretrained(policy.model, dtype, attn_implementation="sdpa")
+    module = load_pretrained(policy.model, dtype, attn_implementation=settings.attention.value)
     module.to(device)
-    module.train(trainable)
+    module.eval()
     module.requires_grad_(trainable)
-    return PolicyModel(module, chunk_tokens=chunk_tokens)
+    model = PolicyModel(module, chunk_tokens=settings.logprob_chunk_tokens)
+    if trainable and settings.gradient_checkpointing:
+        model.checkpoint_layers()
+    return model
+
+
+def _require_attention(attention: Attention, device: torch.device) -> None:
+    if attention in (Attention.sdpa, Attention.eager):
+        return
+    if attention in _PACKAGES:
+        is_installed, package = _PACKAGES[attention]
+        if not is_installed():
+            raise ConfigError(
+                f"trainer.attention={attention} needs the package {package}, which is not "
+                "installed here; sdpa needs none"
+            )
+    if device.type != "cuda":
+        raise ConfigError(
+            f"trainer.attention={attention} needs a CUDA device, and the trainer's is {device}; "
+            "sdpa and eager run everywhere"
+        )
 
 
 def save_policy(model: PolicyModel, source: str, directory: Path) -> None:

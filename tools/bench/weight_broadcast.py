@@ -120,7 +120,7 @@ class Source:
     """The policy's weights, another each time."""
 
     def __init__(self, config: Config) -> None:
-        policy = load_policy(config.policy, torch.device("cpu"), chunk_tokens=256)
+        policy = load_policy(config.policy, config.trainer, torch.device("cpu"))
         self._policy = policy
         tolerance = config.weights.probe_tolerance
         self._weights = PolicyWeights(policy, seed=0, tolerance=tolerance)

@@ -57,6 +57,7 @@ ONE_FIELD = [
     ("algorithm.clip_high=0", "algorithm.clip_high must be > 0"),
     ("algorithm.dual_clip=1.28", "algorithm.dual_clip must exceed 1 + clip_high"),
     ("algorithm.kl_coef=-1", "algorithm.kl_coef must be >= 0"),
+    ("trainer.attention=fast", "trainer.attention: "),
     ("trainer.beta2=1", "trainer.beta2 must be in [0, 1)"),
     ("trainer.max_grad_norm=0", "trainer.max_grad_norm must be > 0"),
     ("weights.host=0.0.0.0", "weights.host is told to the others: it must be one address"),

@@ -6,6 +6,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from async_grpo.config.policy import DType, PolicySection
+from async_grpo.config.trainer import TrainerSection
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.training.model import PolicyModel, load_policy, resolve_device, save_policy
 from async_grpo.training.self_test import check_model
@@ -13,6 +14,7 @@ from async_grpo.training.weight_source import PolicyWeights
 from tests.fakes.tiny_policy import tiny_module, tiny_policy
 
 CPU = torch.device("cpu")
+SETTINGS = TrainerSection(logprob_chunk_tokens=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -61,8 +63,8 @@ def test_save_and_load_round_trip(tmp_path):
     tiny_module(dtype=torch.float32).save_pretrained(source)
     (source / "tokenizer.json").write_text("{}")
     section = PolicySection(model=str(source), dtype=DType.float32)
-    policy = load_policy(section, CPU, chunk_tokens=8)
-    assert policy.module.training
+    policy = load_policy(section, SETTINGS, CPU)
+    assert not policy.module.training
     assert policy.module.config.use_cache is False
     with torch.no_grad():
         policy.module.get_input_embeddings().weight.add_(1.0)
@@ -89,7 +91,7 @@ def test_a_full_disk_is_told_and_not_filled_further(tmp_path):
 def test_dropout_is_switched_off(tmp_path):
     tiny_module(dtype=torch.float32, attention_dropout=0.5).save_pretrained(tmp_path)
     section = PolicySection(model=str(tmp_path))
-    policy = load_policy(section, CPU, chunk_tokens=8)
+    policy = load_policy(section, SETTINGS, CPU)
     ids = torch.arange(5)[None]
     one, other = (policy.hidden_states(ids, ids) for _ in range(2))
     assert torch.equal(one, other)
@@ -97,13 +99,13 @@ def test_dropout_is_switched_off(tmp_path):
 
 def test_a_frozen_policy_needs_no_gradient(tmp_path):
     tiny_module(dtype=torch.float32).save_pretrained(tmp_path)
-    policy = load_policy(PolicySection(model=str(tmp_path)), CPU, chunk_tokens=8, trainable=False)
+    policy = load_policy(PolicySection(model=str(tmp_path)), SETTINGS, CPU, trainable=False)
     assert not any(parameter.requires_grad for parameter in policy.module.parameters())
 
 
 def test_what_cannot_be_loaded_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match=r"policy\.model: cannot load"):
-        load_policy(PolicySection(model=str(tmp_path)), CPU, chunk_tokens=8)
+        load_policy(PolicySection(model=str(tmp_path)), SETTINGS, CPU)
     with pytest.raises(ConfigError, match=r"trainer\.device"):
         resolve_device("warp9")
 
