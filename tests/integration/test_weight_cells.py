@@ -275,7 +275,7 @@ async def test_an_engine_that_takes_files_but_no_broadcast_is_dead(tmp_path):
         assert len((await world.publish(0)).failures) == 1
         await world.until(lambda: world.status(1).wants_sync)
         assert (await world.serve_wishes()).failures == []
-        await world.until(lambda: world.serves(1))
+        await world.until(lambda: world.serves(0))
         world.slots[1].plan(Route.UPDATE_FROM_DISTRIBUTED, Mishap.REFUSE)
         assert len((await world.publish(1)).failures) == 1
         await world.until(lambda: world.status(1).state is EngineState.DEAD)
