@@ -204,11 +204,11 @@ class EngineClient(Protocol):
         ...
 
     async def checksum(self) -> str:
-        """Checksum over all weights."""
+        """Checksum over all weights; empty: the server gives none."""
         ...
 
-    async def tensor_names(self) -> set[str]:
-        """Names of all tensors, as the server has them."""
+    async def tensor_names(self) -> set[str] | None:
+        """Names of all tensors, as the server has them; None: it does not tell."""
         ...
 
     async def close(self) -> None:

@@ -147,20 +147,24 @@ def _round_trip(subject: Subject, start: Arrival, there: Arrival, back: Arrival)
     worst = max(each.gap.max for each in (start, there, back))
     values = {"update_s": seconds, "probe_gap": worst}
     problem = start.problem or there.problem or back.problem
-    if there.sent.checksum == start.sent.checksum:
-        problem = problem or "the checksum did not change with the weights"
-    if back.sent.checksum != start.sent.checksum:
-        problem = problem or "the checksum did not come back with the weights"
+    checksums = [each.sent.checksum for each in (start, there, back)]
+    if all(checksums):
+        if checksums[1] == checksums[0]:
+            problem = problem or "the checksum did not change with the weights"
+        if checksums[2] != checksums[0]:
+            problem = problem or "the checksum did not come back with the weights"
     if problem:
         advice = (
             "the engine acknowledges updates that it does not apply: compare its architecture and "
             "tensor names with policy.model's, and its version with those in docs/doctor.md"
         )
         return fail(check, problem, advice, values)
+    shown = "no checksum, which this server is too old for"
+    if all(checksums):
+        shown = "checksum " + " -> ".join(checksum[:8] for checksum in checksums)
     return ok(
         check,
-        f"{len(subject.policies.names)} tensors perturbed, sent and sent back: checksum "
-        f"{start.sent.checksum[:8]} -> {there.sent.checksum[:8]} -> {back.sent.checksum[:8]}, "
+        f"{len(subject.policies.names)} tensors perturbed, sent and sent back: {shown}, "
         f"probe within {worst:.2g} nats, {seconds:.2g} s an update",
         values,
     )

@@ -6,6 +6,7 @@ routing.
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +36,8 @@ from async_grpo.engine_api import (
 )
 from async_grpo.errors import GenerationError
 from async_grpo.generation.connections import NO_ROUTE, Connections, StatusError
+
+logger = logging.getLogger(__name__)
 
 LATEST_ANSWER_S = 300.0
 """A question to /server_info that is older is asked afresh: its connection may be half open."""
@@ -70,7 +73,7 @@ class HttpEngineClient:
         self._http = Connections(self.url, keys or EngineKeys())
         self._control_timeout_s = control_timeout_s
         self._policy_vocab_size = self._vocab_size = vocab_size
-        self._has_update_sessions = True
+        self._has_update_sessions = self._has_checker = True
         self._asked: asyncio.Task[bytes] | None = None
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> GenerateReply:
@@ -235,25 +238,29 @@ class HttpEngineClient:
         await self._control(Path.UPDATE_FROM_DISK, request, timeout_s)
 
     async def checksum(self) -> str:
-        """Checksum over all weights.
+        """Checksum over all weights; empty: the server is older than the call.
 
         Raises:
-            GenerationError: also when the server gives none.
+            GenerationError: also when a server that has the call gives none.
         """
         reply = await self._check_weights()
+        if reply is None:
+            return ""
         if reply.per_engine_checksum is None:
             raise GenerationError(
                 f"{self.url}{Path.WEIGHTS_CHECKER}: no checksum: {reply.message}", retryable=False
             )
         return reply.per_engine_checksum
 
-    async def tensor_names(self) -> set[str]:
-        """Names of all tensors, over all ranks.
+    async def tensor_names(self) -> set[str] | None:
+        """Names of all tensors, over all ranks; None: the server is older than the call.
 
         Raises:
-            GenerationError: also when the server lists none.
+            GenerationError: also when a server that has the call lists none.
         """
         reply = await self._check_weights()
+        if reply is None:
+            return None
         names = {name for rank in reply.ranks for name in rank.checksums}
         if not names:
             raise GenerationError(
@@ -261,8 +268,23 @@ class HttpEngineClient:
             )
         return names
 
-    async def _check_weights(self) -> WeightsCheckerReply:
-        body = await self._repeat("POST", Path.WEIGHTS_CHECKER, WeightsCheckerRequest())
+    async def _check_weights(self) -> WeightsCheckerReply | None:
+        """What the server holds, by its own account; None, said once: it has no such call."""
+        if not self._has_checker:
+            return None
+        try:
+            body = await self._repeat("POST", Path.WEIGHTS_CHECKER, WeightsCheckerRequest())
+        except StatusError as error:
+            if error.status not in NO_ROUTE:
+                raise
+            self._has_checker = False
+            logger.warning(
+                "%s has no %s (SGLang 0.5.14 has it, 0.5.8 does not): it gives no checksum and no "
+                "names of its tensors, so that only the probe tells whether an update arrived",
+                self.url,
+                Path.WEIGHTS_CHECKER,
+            )
+            return None
         reply = self._http.decoded(WeightsCheckerReply, body, Path.WEIGHTS_CHECKER)
         if not reply.success:
             raise GenerationError(

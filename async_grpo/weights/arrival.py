@@ -46,12 +46,14 @@ class ArrivalWatch:
         Args:
             weights: that were published.
             digest: of the trainer's bytes of them.
-            checksums: engine_id -> checksum of those that committed.
+            checksums: engine_id -> checksum of those that committed; empty: it gives none.
             tp_sizes: engine_id -> ranks; only engines of one size can be compared.
         """
         alarms = []
         first: dict[int, str] = {}
         for engine_id, checksum in checksums.items():
+            if not checksum:
+                continue
             before = self._held.pop(engine_id, None)  # put back as the newest
             if before and before.digest != digest and before.checksum == checksum:
                 alarms.append(

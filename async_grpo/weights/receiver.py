@@ -41,7 +41,7 @@ class Received:
     """What `finish` found."""
 
     checksum: str
-    """over all weights"""
+    """over all weights; empty: the server gives none"""
     kv_kept: bool
     """KV entries of the weights before remain: of frozen requests, or of cached prefixes"""
 
@@ -85,6 +85,8 @@ class WeightReceiver:
         """
         with self._phase("names"):
             known = await self._client.tensor_names()
+        if known is None:
+            return
         sent = [name for bucket in self._order.buckets for name in bucket.names]
         if unknown := unknown_names(sent, known):
             shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")

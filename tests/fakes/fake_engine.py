@@ -135,7 +135,7 @@ class FakeEngine:
         max_in_flight: largest number of requests seen at once.
         pauses: the mode of each pause so far.
         num_flushes: successful flushes so far.
-        missing: routes that this "version" does not have.
+        missing: routes that this "version" does not have; they answer `missing_status`.
 
     Args:
         like_sglang: sizes are told as SGLang tells them: its context by /v1/models, its slots by
@@ -158,6 +158,7 @@ class FakeEngine:
     ) -> None:
         self.url = ""
         self.missing: set[Path] = set()
+        self.missing_status = 404
         self._like_sglang = like_sglang
         self._deterministic = deterministic
         self._keys = keys or EngineKeys()
@@ -542,7 +543,7 @@ class FakeEngine:
         pending = self._faults.get(path)
         fault = pending.popleft() if pending else None
         if path in self.missing:
-            return web.json_response({"detail": "Not Found"}, status=404)
+            return web.json_response({"detail": "Not Found"}, status=self.missing_status)
         if self._like_sglang and (answer := self._sizes(self.calls[-1])) is not None:
             return answer
         if fault is Fault.HANG:

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -182,6 +183,21 @@ async def test_a_server_without_update_sessions_is_updated_without():
         await client.begin_update()
         await client.end_update()
         assert len(engine.calls) == calls
+
+
+@pytest.mark.parametrize("status", [404, 405])
+async def test_a_server_without_a_weights_checker_gives_no_checksum_and_this_is_said_once(
+    caplog, status
+):
+    async with connected() as (engine, client):
+        engine.missing, engine.missing_status = {Route.WEIGHTS_CHECKER}, status
+        with caplog.at_level(logging.WARNING):
+            assert await client.checksum() == ""
+            assert await client.tensor_names() is None
+            assert await client.checksum() == ""
+        assert engine.num_calls(Route.WEIGHTS_CHECKER) == 1, "it is not asked again"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "has no /weights_checker" in line
 
 
 async def test_a_refused_key_is_no_missing_session():

@@ -159,7 +159,7 @@ async def test_a_server_that_ends_says_why(place):
         handle = await start("gen/0#1")
         reason = await handle.wait()
         await handle.kill()
-    assert reason.startswith("its process ended with code 1; the end of ")
+    assert reason.startswith("its process ended (exit code 1); the end of ")
     assert "gen.engine0.log" in reason
     assert reason.endswith("loading\n    no kernel image is available")
     assert reason.count("loading") == 1, "of this life only"
@@ -168,7 +168,7 @@ async def test_a_server_that_ends_says_why(place):
 async def test_a_clean_stop_is_the_servers_own(place):
     async with running(place, EngineKeys()) as (handle, _):
         await handle.terminate()
-        assert "ended with code 7" in await handle.wait()
+        assert "(exit code 7)" in await handle.wait()
 
 
 async def test_it_ends_with_its_generator_however_that_ends(place):

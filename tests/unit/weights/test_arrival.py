@@ -33,6 +33,12 @@ def test_weights_that_did_not_change_are_an_alarm(caplog):
     assert "with 1.2 as with 1.0" in line, "of an engine that missed one"
 
 
+def test_engines_that_give_no_checksum_are_not_compared():
+    watch = ArrivalWatch()
+    assert check(watch, 0, "d0", {"e": "", "f": "c0"}) == []
+    assert check(watch, 1, "d1", {"e": "", "f": "c1"}) == []
+
+
 def test_engines_that_disagree_are_an_alarm():
     watch = ArrivalWatch()
     (line,) = check(watch, 0, "d", {"e": "c0", "f": "c1"})

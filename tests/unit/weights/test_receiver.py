@@ -96,6 +96,15 @@ async def test_b081_the_session_is_opened_when_the_pause_is_answered():
         assert engine.session_open
 
 
+async def test_a_server_without_a_weights_checker_is_updated_and_proven_by_the_probe():
+    async with receiving() as (engine, receiver):
+        engine.missing = {Route.WEIGHTS_CHECKER}
+        await receiver.check_names()
+        received = await whole_update(receiver)
+        assert received.checksum == ""
+        assert engine.num_calls(Route.GENERATE) == 1
+
+
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.ABORT])
 async def test_cached_kv_is_dropped_while_paused_unless_it_is_kept(mode):
     async with receiving(mode=mode) as (engine, receiver):
