@@ -4,7 +4,7 @@ Opening reads and checks headers only. Knows nothing of models.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -21,14 +21,16 @@ class CheckpointFiles:
 
     Args:
         directory: with `model.safetensors`, an index and its shards, or any `*.safetensors`.
+        ignored: names that are as good as absent.
 
     Raises:
         RequestRefused: there are none, one is missing or damaged, or a name appears twice.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, ignored: Collection[str] = ()) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
+        self._ignored = ignored
         for file in _files(directory):
             self._open(file)
 
@@ -42,7 +44,7 @@ class CheckpointFiles:
         problems = []
         for name, shape in self._shapes.items():
             if name not in shapes:
-                problems.append(f"the model has no parameter {name!r}")
+                problems.append(f"the model has no tensor {name!r}")
             elif shapes[name] != shape:
                 problems.append(f"{name} has shape {list(shapes[name])}, not {list(shape)}")
         return problems
@@ -57,7 +59,8 @@ class CheckpointFiles:
             try:
                 with safe_open(file, framework="pt", device="cpu") as content:
                     for name in content.keys():  # noqa: SIM118 -- not a mapping
-                        yield name, content.get_tensor(name)
+                        if name not in self._ignored:
+                            yield name, content.get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise RequestRefused(f"cannot read {file}: {error}") from error
 
@@ -67,6 +70,7 @@ class CheckpointFiles:
                 shapes = {
                     name: tuple(content.get_slice(name).get_shape())
                     for name in content.keys()  # noqa: SIM118 -- not a mapping
+                    if name not in self._ignored
                 }
         except (OSError, SafetensorError) as error:
             raise RequestRefused(f"cannot read {file}: {error}") from error

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.generation.continuous_batching.utils import find_head_dim
 
 from async_grpo.config.schema import Config
 from async_grpo.engine.admission import Limits
@@ -33,7 +35,8 @@ def load_model(config: Config) -> LoadedModel:
     """The policy of `config` in its dtype, on the GPU if there is one.
 
     Raises:
-        ConfigError: the model cannot be loaded, or the context length does not fit it.
+        ConfigError: the model cannot be loaded, the context length does not fit it, or its
+            attention keeps what the KV cache has no room for.
     """
     path = config.policy.model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,6 +46,7 @@ def load_model(config: Config) -> LoadedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.model: no tokenizer of {path!r}: {error}") from error
     module = module.to(device).eval().requires_grad_(False)
+    _require_paged_cache(module)
     text_config = module.config.get_text_config()
     return LoadedModel(
         module=module,
@@ -53,6 +57,35 @@ def load_model(config: Config) -> LoadedModel:
         ),
         eos_token_ids=eos_token_ids,
         device=device,
+    )
+
+
+@torch.no_grad()
+def _require_paged_cache(module: Any) -> None:
+    """Refuse what transformers' paged cache cannot hold: it has keys and values of one size.
+
+    Multi-head latent attention (DeepSeek-V2 and V3) has two sizes, linear attention has states.
+    """
+    layers = DynamicCache(config=module.config).layers
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+        raise _unfit(module, "it has linear attention, whose states the paged cache does not hold")
+    ids = torch.zeros(1, 2, dtype=torch.long, device=module.device)
+    cache = module(input_ids=ids, use_cache=True).past_key_values
+    wanted = find_head_dim(module.config.get_text_config())
+    for number, layer in enumerate(cache.layers):
+        sizes = [part.shape[-1] for part in (layer.keys, layer.values) if part is not None]
+        if sizes != [wanted, wanted]:
+            raise _unfit(
+                module,
+                f"keys and values of its layer {number} have sizes {sizes}, and the paged cache "
+                f"holds {wanted} of each",
+            )
+
+
+def _unfit(module: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"policy.model: the embedded engine cannot serve {type(module).__name__}: {why}; serve it "
+        "by SGLang (engine.kind=sglang)"
     )
 
 

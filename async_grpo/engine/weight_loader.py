@@ -1,5 +1,7 @@
 """Receive weights, or read them from a disk, and copy them into the model in place.
 
+Parameters and persistent buffers, by the names of `weights.tensor_list`.
+
 An update is checked whole before anything is copied, so a refused one leaves the weights as they
 were. What is broadcast is received first all the same: the sender is already broadcasting, and
 nothing else would free it. Knows nothing of requests, pauses or sessions. Model thread only.
@@ -22,6 +24,7 @@ from async_grpo.engine_api import (
 )
 from async_grpo.errors import WeightSyncError
 from async_grpo.weights.group import UpdateGroup, join_group
+from async_grpo.weights.tensor_list import known_tensors, travelling_tensors
 
 _DTYPES = {
     name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
@@ -29,15 +32,14 @@ _DTYPES = {
 
 
 class WeightLoader:
-    """The model's parameters and the update groups that fill them."""
+    """The model's tensors and the update groups that fill them."""
 
     def __init__(self, module: Any, device: torch.device, timeout_s: float) -> None:
         # Tied tensors appear under each of their names; copying twice is harmless.
-        self._parameters: dict[str, torch.nn.Parameter] = dict(
-            module.named_parameters(remove_duplicate=False)
-        )
-        self._unique: list[tuple[str, torch.nn.Parameter]] = list(module.named_parameters())
-        self._module = module
+        self._tensors: dict[str, torch.Tensor] = known_tensors(module)
+        self._required = travelling_tensors(module)
+        self._computed = {name for name, _ in module.named_buffers()} - self._tensors.keys()
+        """buffers that no state dict has; a file may have been made when they were in it"""
         self._device = device
         self._timeout_s = timeout_s
         self._groups: dict[str, tuple[UpdateGroup, torch.device]] = {}
@@ -79,7 +81,7 @@ class WeightLoader:
         entry[0].close()
 
     def load(self, request: UpdateFromDistributedRequest) -> None:
-        """Receive tensors, as one bucket or one by one, and copy them into the parameters.
+        """Receive tensors, as one bucket or one by one, and copy them into the model.
 
         Raises:
             RequestRefused: nothing was copied; the message says why.
@@ -100,7 +102,7 @@ class WeightLoader:
             self._check(request)
         with torch.no_grad():
             for name, tensor in zip(request.names, tensors, strict=True):
-                self._parameters[name].copy_(tensor)
+                self._tensors[name].copy_(tensor)
 
     def open_directory(self, path: str) -> CheckpointFiles:
         """The weights in a directory of safetensors, checked against the model but not yet read.
@@ -108,34 +110,34 @@ class WeightLoader:
         Raises:
             RequestRefused: files are missing or damaged, or hold another model.
         """
-        files = CheckpointFiles(Path(path))
-        known = {**self._parameters, **dict(self._module.named_buffers())}
-        problems = files.mismatches({name: tuple(tensor.shape) for name, tensor in known.items()})
-        present = {id(self._parameters[name]) for name in files.names if name in self._parameters}
+        files = CheckpointFiles(Path(path), ignored=self._computed)
+        problems = files.mismatches({name: tuple(t.shape) for name, t in self._tensors.items()})
+        present = {self._tensors[name].data_ptr() for name in files.names if name in self._tensors}
         problems += [
-            f"{name} is missing" for name, tensor in self._unique if id(tensor) not in present
+            f"{name} is missing"
+            for name, tensor in self._required.items()
+            if tensor.data_ptr() not in present
         ]
         if problems:
             raise RequestRefused(f"{path} does not fit the model: " + "; ".join(problems))
         return files
 
     def load_directory(self, files: CheckpointFiles) -> None:
-        """Copy them into the parameters, in the parameters' dtype.
+        """Copy them into the model, each in the dtype of the model's tensor.
 
         Raises:
             RequestRefused: reading failed; the weights may be mixed then.
         """
         with torch.no_grad():
             for name, tensor in files.tensors():
-                if (parameter := self._parameters.get(name)) is not None:
-                    parameter.copy_(tensor)
+                self._tensors[name].copy_(tensor)
 
     def checksum(self) -> str:
-        """Hash over names, shapes and bytes of all parameters, tied ones once. No cryptography."""
+        """Hash over names, shapes and bytes of all tensors, tied ones once. No cryptography."""
         digest = xxhash.xxh3_128()  # as fast as memory: requests are paused meanwhile
-        for name, parameter in sorted(self._unique, key=lambda item: item[0]):
-            digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-            flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        for name, tensor in sorted(self._required.items()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
             digest.update(flat.cpu().numpy().data)
         return digest.hexdigest()
 
@@ -166,15 +168,15 @@ class WeightLoader:
         problems = []
         offset = 0
         for name, dtype, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
-            parameter = self._parameters.get(name)
-            if parameter is None:
-                problems.append(f"the model has no parameter {name!r}")
+            own = self._tensors.get(name)
+            if own is None:
+                problems.append(f"the model has no tensor {name!r}")
                 continue
-            if _DTYPES[dtype] != parameter.dtype:
-                problems.append(f"{name} is {parameter.dtype}, not {dtype}")
-            if list(parameter.shape) != shape:
-                problems.append(f"{name} has shape {list(parameter.shape)}, not {shape}")
-            if request.load_format == FLATTENED_BUCKET and offset % parameter.dtype.itemsize:
+            if _DTYPES[dtype] != own.dtype:
+                problems.append(f"{name} is {own.dtype}, not {dtype}")
+            if list(own.shape) != shape:
+                problems.append(f"{name} has shape {list(own.shape)}, not {shape}")
+            if request.load_format == FLATTENED_BUCKET and offset % own.dtype.itemsize:
                 problems.append(f"{name}: Unaligned received tensor at byte {offset}")
             offset += _num_bytes(dtype, shape)
         if problems:

@@ -126,7 +126,7 @@ def load_checkpoint(path: Path, weights: PolicyWeights, step: TrainStep) -> Chec
     """
     file = _read(path)
     try:
-        _copy(load_file(path / MODEL), dict(weights.named_tensors()))
+        copy_tensors(load_file(path / MODEL), dict(weights.named_tensors()))
         step.optimizer.load(load_file(path / OPTIMIZER))
         _set_random_state(load_file(path / RNG), file.numpy)
     except (ValueError, KeyError, SafetensorError) as error:
@@ -153,7 +153,12 @@ def _plain(tensors: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _copy(found: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+def copy_tensors(found: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    """Overwrite the tensors of a model.
+
+    Raises:
+        ValueError: `found` are those of another one.
+    """
     if set(found) != set(into):
         difference = sorted(set(found) ^ set(into))
         raise ValueError(f"other tensors: {', '.join(difference[:4])}")

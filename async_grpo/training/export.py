@@ -13,10 +13,10 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.config.trainer import TrainerSection
 from async_grpo.errors import ConfigError
-from async_grpo.training.checkpoint import MODEL
+from async_grpo.training.checkpoint import MODEL, copy_tensors
 from async_grpo.training.checkpoint_files import CheckpointError, CheckpointFiles
 from async_grpo.training.model import PolicyModel, load_policy, save_policy
-from async_grpo.training.weight_source import PolicyWeights
+from async_grpo.weights.tensor_list import travelling_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +83,8 @@ def _take_weights(policy: PolicyModel, checkpoint: Path) -> None:
     Raises:
         ConfigError: they are of another model.
     """
-    wanted = {name for name, _ in PolicyWeights(policy, seed=0, tolerance=0.0).named_tensors()}
+    own = travelling_tensors(policy.module)
     try:
-        tensors = load_file(checkpoint / MODEL)
-        if set(tensors) != wanted:
-            raise ValueError(f"other tensors: {', '.join(sorted(set(tensors) ^ wanted)[:4])}")
-        policy.module.load_state_dict(tensors, strict=False)  # tied ones are there once
-    except (ValueError, RuntimeError, SafetensorError) as error:
+        copy_tensors(load_file(checkpoint / MODEL), own)
+    except (ValueError, SafetensorError) as error:
         raise ConfigError(f"checkpoint {checkpoint} does not fit policy.model: {error}") from error

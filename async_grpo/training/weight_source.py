@@ -8,6 +8,7 @@ from torch import Tensor
 from async_grpo.replay_parts import Probe
 from async_grpo.training.model import PolicyModel
 from async_grpo.training.scoring import sequence_logprobs
+from async_grpo.weights.tensor_list import travelling_tensors
 
 _PROBE_TOKENS = 24
 """Enough positions that wrong weights cannot agree by chance, cheap on every engine."""
@@ -18,18 +19,14 @@ class PolicyWeights:
 
     def __init__(self, model: PolicyModel, *, seed: int, tolerance: float) -> None:
         self._model, self._tolerance = model, tolerance
+        self._tensors = travelling_tensors(model.module)
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, model.vocab_size, (_PROBE_TOKENS,), generator=generator)
         self._token_ids: list[int] = ids.tolist()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor), a tied tensor under its first name only."""
-        seen: set[int] = set()
-        for name, tensor in self._model.module.state_dict().items():
-            if tensor.data_ptr() in seen:
-                continue
-            seen.add(tensor.data_ptr())
-            yield name, tensor
+        """(name in a checkpoint, tensor that may be written to), a tied one by its first name."""
+        yield from self._tensors.items()
 
     def probe(self) -> Probe:
         """Fixed ids and the log-probs that the present weights give them, at temperature 1."""

@@ -15,6 +15,8 @@ _FUSED = (
     (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), ".experts.w2_weight"),
     (re.compile(r"\.experts\.\d+\.(w1|w3)\.weight$"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.w2\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.shared_experts\.(gate|up)_proj\.weight$"), ".experts.w13_weight"),
+    (re.compile(r"\.shared_experts\.down_proj\.weight$"), ".experts.w2_weight"),
     (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_proj_with_mqa."),
 )
 

@@ -99,16 +99,16 @@ class Mishaps:
     def __init__(self, served: ServedEngine) -> None:
         self._backend, self._loader = served.backend, served.loader
         self._planned: dict[Path, deque[Mishap | None]] = {}
-        self._last_sent = max(self._loader._parameters)  # buckets are filled in this order
-        self._fitting = self._loader._parameters[self._last_sent]
+        self._last_sent = max(self._loader._tensors)  # buckets are filled in this order
+        self._fitting = self._loader._tensors[self._last_sent]
 
     def plan(self, path: Path, mishap: Mishap, skip: int) -> None:
         """The call of `path` after the next `skip` ones goes wrong."""
         if mishap is Mishap.WRONG_SHAPE:
             wrong = torch.zeros(len(self._fitting) + 1)
-            self._loader._parameters[self._last_sent] = torch.nn.Parameter(wrong)
+            self._loader._tensors[self._last_sent] = torch.nn.Parameter(wrong)
         elif mishap is Mishap.RIGHT_SHAPE:
-            self._loader._parameters[self._last_sent] = self._fitting
+            self._loader._tensors[self._last_sent] = self._fitting
         else:
             self._planned[path] = deque([*[None] * skip, mishap])
 
@@ -141,11 +141,11 @@ class Mishaps:
 
     async def _refuse_what_came(self, http: web.Request, handler: Any) -> web.StreamResponse:
         """By the engine itself: it knows no such tensors."""
-        known, self._loader._parameters = self._loader._parameters, {}
+        known, self._loader._tensors = self._loader._tensors, {}
         try:
             return await handler(http)
         finally:
-            self._loader._parameters = known
+            self._loader._tensors = known
 
     def _die_at_the_first_bytes(self) -> None:
         """Of the bucket that comes next: it is received into a buffer that is watched."""

@@ -199,7 +199,7 @@ def test_a_refused_update_fails_and_what_builds_on_it_is_skipped(practice: Pract
     report = practice.examine(Fault.REFUSES_UPDATES)
     finding = the_failed(report)
     assert finding.check == "weights"
-    assert "has no parameter" in finding.figure
+    assert "has no tensor" in finding.figure
     assert verdicts(report)["spans"] is Verdict.SKIPPED
     # the engine goes on: it is not left paused in an open session
     assert practice.examine(Fault.NONE).exit_code is ExitCode.OK

@@ -17,6 +17,7 @@ from async_grpo.engine.model import LoadedModel, load_model
 from async_grpo.engine_api import GenerateRequest, PauseMode, SamplingParams
 from async_grpo.errors import ConfigError, GenerationError
 from tests.contracts.engine.conftest import serve
+from tests.fakes.tiny_moe import save_tiny_moe
 
 pytestmark = pytest.mark.timeout(180)  # a process that imports torch on a busy machine
 
@@ -207,3 +208,20 @@ def test_sigterm_ends_even_a_paused_process_cleanly(config_path: Path) -> None:
 async def post(url: str, body: Any) -> None:
     async with aiohttp.ClientSession() as http, http.post(url, json=body) as reply:
         assert reply.status == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("deepseek_v3", r"sizes \[16, 8\]"), ("qwen3_next", "linear attention")],
+)
+def test_a_model_that_the_cache_cannot_hold_is_refused_when_it_is_loaded(
+    kind: str, why: str, config_path: Path, tmp_path: Path
+) -> None:
+    model = save_tiny_moe(kind, tmp_path / "model")
+    with pytest.raises(ConfigError, match=rf"cannot serve \w+: .*{why}.*engine\.kind=sglang"):
+        load_model(load_config(config_path, [f"policy.model={model}"]))
+
+
+def test_experts_and_buffers_fit_the_cache(config_path: Path, tmp_path: Path) -> None:
+    model = save_tiny_moe("glm4_moe", tmp_path / "model")
+    assert load_model(load_config(config_path, [f"policy.model={model}"])).limits.vocab_size == 50

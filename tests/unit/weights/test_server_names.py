@@ -45,3 +45,10 @@ def test_a_misspelt_or_foreign_tensor_is_not():
     sent = [LAYER + "self_attn.q_proj.weight", LAYER + "self_attn.q_prj.weight", "visual.x"]
     assert unknown_names(sent, DENSE) == sent[1:]
     assert unknown_names([LAYER + "mlp.gate_proj.weight"], EXPERTS) != []
+
+
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_shared_experts_that_a_server_keeps_among_the_others_are_known(part):
+    name = LAYER + f"mlp.shared_experts.{part}.weight"
+    assert unknown_names([name], EXPERTS) == []
+    assert unknown_names([name], DENSE) == [name]
