@@ -21,6 +21,11 @@ class RunDirectory:
         return self.root / "ledger.jsonl"
 
     @property
+    def ledger_snapshot(self) -> Path:
+        """What spares a start of the replay server most of the ledger; may be removed."""
+        return self.root / "ledger.snapshot"
+
+    @property
     def metrics(self) -> Path:
         """One line per train step."""
         return self.root / "metrics.jsonl"

@@ -65,6 +65,7 @@ def holds_run(directory: RunDirectory) -> bool:
 def forget_start(directory: RunDirectory) -> None:
     """Remove what a start left that came to nothing."""
     directory.ledger.unlink(missing_ok=True)
+    directory.ledger_snapshot.unlink(missing_ok=True)
     directory.steps.unlink(missing_ok=True)
 
 

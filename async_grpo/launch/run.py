@@ -27,11 +27,20 @@ from async_grpo.launch.screen import Picture, Screen
 from async_grpo.launch.standard_streams import say
 from async_grpo.launch.status import Show, StatusLine
 from async_grpo.launch.summary import summarize
-from async_grpo.launch.supervisor import REPLAY, TRAINER, Outcome, RunCommands, Supervisor
+from async_grpo.launch.supervisor import (
+    REPLAY,
+    START_S,
+    TRAINER,
+    Outcome,
+    RunCommands,
+    Supervisor,
+)
 from async_grpo.replay.monitor_client import MonitorClient
 from async_grpo.replay.store import Ledger
 from async_grpo.replay_api.peers import StatsReply
 
+LEDGER_BYTES_PER_S = 5e6
+"""Of a start of the replay server that reads every record; five times less than was measured."""
 ORPHAN_GRACE_S = 1.0
 """Budget of engines to notice that their generator is gone."""
 
@@ -128,7 +137,15 @@ def run_commands(config: Config, directory: RunDirectory) -> RunCommands:
     prepare = None
     if needs_preparation(config):
         prepare = command("prepare", "prepare", [], address=None, threads=config.trainer.threads)
-    return RunCommands(prepare, directory.bound_address, replay, others)
+    return RunCommands(
+        prepare, directory.bound_address, replay, others, _replay_start_s(directory.ledger)
+    )
+
+
+def _replay_start_s(ledger: Path) -> float:
+    """Enough to read every record of the ledger, should its snapshot be of no use."""
+    num_bytes = ledger.stat().st_size if ledger.exists() else 0
+    return START_S + num_bytes / LEDGER_BYTES_PER_S
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     who                     waits for                    unblocked by / at the latest
     run                     the first reason to end      the trainer's end, a used-up restart
                                                          budget, SIGINT, SIGTERM, SIGHUP
-    _start_replay           the bound address            the file, the server's exit / START_S
+    _start_replay           the bound address            the file, its exit / replay_start_s
     _keep(role)             the role's exit              pidfd; the trainer's no_progress_timeout_s
     _stop                   everyone's exit              pidfd, a second Ctrl-C / shutdown_timeout_s
 
@@ -26,7 +26,7 @@ from async_grpo.launch.processes import RoleCommand, RoleProcess, describe_exit,
 from async_grpo.transport.restarts import RestartBudget
 
 START_S = 60.0
-"""Budget of the replay server from its start to its address."""
+"""Budget of the replay server from its start to its address, of a run that is new."""
 KILL_S = 5.0
 """Budget of the kernel from SIGKILL to the exit."""
 _FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 0.2, 5.0
@@ -46,6 +46,8 @@ class RunCommands:
     """command of the replay server; the address to take again, or None for the configured one"""
     others: Callable[[str], Sequence[RoleCommand]]
     """commands of the trainer (named `trainer`) and the generators, given the address"""
+    replay_start_s: float = START_S
+    """budget of the replay server from its start to its address"""
 
 
 @dataclass
@@ -153,7 +155,8 @@ class Supervisor:
         path.unlink(missing_ok=True)
         process = self._start(self._commands.replay(None))
         exited = asyncio.ensure_future(process.wait())
-        deadline = asyncio.get_running_loop().time() + START_S
+        budget_s = self._commands.replay_start_s
+        deadline = asyncio.get_running_loop().time() + budget_s
         while not path.exists():
             # A file has no event without inotify; this happens once per run.
             await asyncio.wait({exited}, timeout=0.02)
@@ -161,7 +164,7 @@ class Supervisor:
                 self._fail(process, exited.result(), _passed_on(exited.result()))
                 return False
             if asyncio.get_running_loop().time() > deadline:
-                self._end(ExitCode.PEER, f"{REPLAY} wrote no address within {START_S:.0f} s")
+                self._end(ExitCode.PEER, f"{REPLAY} wrote no address within {budget_s:.0f} s")
                 return False
         exited.cancel()
         self._address = path.read_text(encoding="utf-8").strip()

@@ -8,6 +8,7 @@ from the ledger. Knows what frames weigh and whether they are sane, never what t
 
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from async_grpo.replay.core.events import Effects, Joined, Received, Tick
 from async_grpo.replay.core.records import Record, decode_record, encode_record
 from async_grpo.replay.core.settings import CoreSettings
 from async_grpo.replay.sessions import Sessions, refuse, wait_s
+from async_grpo.replay.snapshots import EVERY_RECORDS, Snapshots
 from async_grpo.replay.store import Ledger, PayloadStore
 from async_grpo.replay_api.base import Error, ErrorCode, Message
 from async_grpo.replay_api.generator import Insert, InsertReply
@@ -78,17 +80,40 @@ class ReplayServer:
         self._finished_at: float | None = None
         self._stop_reason = ""
         with ExitStack() as undo:
-            path = RunDirectory(Path(config.run.output_dir)).ledger
-            self._ledger = Ledger(path)
+            directory = RunDirectory(Path(config.run.output_dir))
+            self._ledger = Ledger(directory.ledger)
             undo.callback(self._ledger.close)
-            records = _read_records(path, self._ledger.lines)
             settings = CoreSettings.from_config(config)
-            self._core = ReplayCore.restore(settings, records, clock())
-            self._ledger.lines.clear()  # they are as long as the run
+            self._snapshots = Snapshots(directory.ledger_snapshot, settings)
+            self._core = self._restored(settings, directory.ledger)
             limit = config.replay.max_group_bytes
             self._rpc = RpcServer(config.replay.address, max_frame_bytes=limit)
             undo.pop_all()
-        logger.info("listening at %s; %d ledger records restored", self.address, len(records))
+        logger.info(
+            "listening at %s; %d ledger records restored, the first %d of them from a snapshot",
+            self.address, self._num_records, self._num_saved,
+        )  # fmt: skip
+
+    def _restored(self, settings: CoreSettings, path: Path) -> ReplayCore:
+        """The core of the ledger: from its newest snapshot, and the records after that."""
+        beginning = self._snapshots.load(self._ledger)
+        state, offset = None, 0
+        self._num_records = self._num_saved = 0
+        if beginning is not None:
+            state, offset = beginning.state, beginning.offset
+            self._num_records = self._num_saved = beginning.num_records
+        return ReplayCore.restore(settings, self._read(path, offset), self._clock(), state=state)
+
+    def _read(self, path: Path, offset: int) -> Iterator[Record]:
+        """Records of the ledger after byte `offset`."""
+        for line in self._ledger.lines(offset):
+            self._num_records += 1
+            try:
+                yield decode_record(line)
+            except msgspec.MsgspecError as error:
+                raise AsyncGrpoError(
+                    f"{path}, line {self._num_records} is not a ledger record: {error}"
+                ) from error
 
     @property
     def address(self) -> str:
@@ -206,6 +231,11 @@ class ReplayServer:
         """What must be true before anyone hears of it."""
         if effects.records:
             self._ledger.append(encode_record(record) for record in effects.records)
+            self._num_records += len(effects.records)
+            if self._num_records - self._num_saved >= EVERY_RECORDS:
+                # the core decides one event at a time: its state is that of the ledger
+                self._snapshots.save(self._core.state, self._ledger, self._num_records)
+                self._num_saved = self._num_records
         self._store.forget(effects.freed)
 
     def _settle(self, effects: Effects, now: float) -> None:
@@ -267,15 +297,3 @@ class ReplayServer:
 
     def _drop_parked(self, instance: str) -> None:
         self._parked = [other for other in self._parked if other.instance != instance]
-
-
-def _read_records(path: Path, lines: list[bytes]) -> list[Record]:
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(decode_record(line))
-        except msgspec.MsgspecError as error:
-            raise AsyncGrpoError(
-                f"{path}, line {number} is not a ledger record: {error}"
-            ) from error
-    return records

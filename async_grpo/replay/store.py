@@ -8,13 +8,14 @@ record says nor what a frame holds.
 
 import fcntl
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.transport.codec import num_bytes
 from async_grpo.transport.group_header import Frame
 
+_BLOCK_BYTES = 1 << 16
 GroupKey = tuple[int, int]
 """(group_id, attempt)"""
 
@@ -23,7 +24,7 @@ class Ledger:
     """Append-only JSON lines; one process at a time.
 
     Attributes:
-        lines: what was there when it was opened, without line ends.
+        size: bytes of its lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,20 +38,31 @@ class Ledger:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             self._lock()
-            content = path.read_bytes()
-            complete = content.rfind(b"\n") + 1
-            if complete < len(content):
-                os.ftruncate(self._descriptor, complete)
+            self.size = self._end_of_last_line()
+            if self.size < os.fstat(self._descriptor).st_size:
+                os.ftruncate(self._descriptor, self.size)
         except BaseException:
             self.close()
             raise
-        self.lines = content[:complete].splitlines()
+
+    def lines(self, start: int = 0) -> Iterator[bytes]:
+        """The lines after byte `start`, without line ends; not all at once in memory."""
+        with self._path.open("rb") as file:
+            file.seek(start)
+            for line in file:
+                yield line.rstrip(b"\n")
+
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes from `start` to `end`."""
+        return os.pread(self._descriptor, end - start, start)
 
     def append(self, lines: Iterable[bytes]) -> None:
         """Hand lines to the operating system, all in one write. Raises OSError (disk full)."""
         data = b"".join(line.rstrip(b"\n") + b"\n" for line in lines)
+        size = self.size + len(data)
         while data:
             data = data[os.write(self._descriptor, data) :]
+        self.size = size
 
     def close(self) -> None:
         """Let another process have it."""
@@ -69,6 +81,15 @@ class Ledger:
         finally:
             os.close(descriptor)
         return False
+
+    def _end_of_last_line(self) -> int:
+        end = os.fstat(self._descriptor).st_size
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            if found := self.read(start, end).rfind(b"\n") + 1:
+                return start + found
+            end = start
+        return 0
 
     def _lock(self) -> None:
         try:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -217,3 +219,27 @@ async def test_leaving_gives_claims_back_at_once(tmp_path):
             await claimed(generator)
             await generator.leave("test")
             assert server._core.stats(0.0).claimed == 0
+
+
+async def test_a_restart_begins_from_the_newest_snapshot(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("async_grpo.replay.server.EVERY_RECORDS", 4)
+    config = replay_config(tmp_path)
+    async with serving(config) as server:
+        config = at_address(config, server.address)
+        async with connected(config) as generator, training(config) as trainer:
+            weights = await go_live(trainer, generator)
+            for _ in range(2):
+                ticket = await claimed(generator)
+                await generator.insert(group_for(ticket, weights))
+            drawn = await trainer.draw(1, 0)
+            keys = [(group.group_id, group.attempt) for group in drawn.groups]
+            await trainer.ack(0, 1, keys)
+    num_records = len(ledger_types(config))
+    with caplog.at_level(logging.INFO):
+        async with serving(config) as server:
+            assert server._core.policy_version == 1
+            assert server._core.stats(0.0).trained == 2
+    (line,) = [text for text in caplog.messages if "records restored" in text]
+    restored, saved = (int(number) for number in re.findall(r"(\d+) (?:ledger|of them)", line))
+    assert restored == num_records
+    assert num_records - 4 < saved <= num_records

@@ -13,6 +13,7 @@ from typing import Any
 
 from async_grpo.replay.core.core import ReplayCore
 from async_grpo.replay.core.events import Effects, Joined, Received, Tick
+from async_grpo.replay.core.image import decode_state, encode_state
 from async_grpo.replay.core.records import decode_record, encode_record
 from async_grpo.replay.core.tickets import HELD
 from async_grpo.replay_api.base import Error, ErrorCode
@@ -197,6 +198,8 @@ class Server:
     world: World
     core_class: type[ReplayCore]
     ledger: list[Any] = field(default_factory=list)
+    image: tuple[int, bytes] | None = None
+    """the newest snapshot: of so many records"""
     core: ReplayCore | None = None
     sessions: set[str] = field(default_factory=set)
     parked: list[Parked] = field(default_factory=list)
@@ -205,12 +208,28 @@ class Server:
     finished: bool = False
     tear_after: int = -1
     """crash while writing the records of an event, after so many of them; -1: do not"""
+    next_image: int = 50
+    """records at which the next snapshot is taken"""
+
+    def __post_init__(self) -> None:
+        # of its own: snapshots must not change what happens under a seed
+        self.image_rng = random.Random(self.world.schedule.seed)
 
     def start(self) -> None:
-        """Come up, from the ledger if there is one."""
-        records = [decode_record(encode_record(record)) for record in self.ledger]
-        self.core = self.core_class.restore(self.world.schedule.settings, records, self.world.now)
+        """Come up, from the ledger if there is one, and from the newest snapshot if there is."""
+        settings, state, first = self.world.schedule.settings, None, 0
+        if self.image is not None:
+            first, image = self.image
+            state = decode_state(image, settings)
+        records = [decode_record(encode_record(record)) for record in self.ledger[first:]]
+        self.core = self.core_class.restore(settings, records, self.world.now, state=state)
         self._tick(self.core)
+
+    def _take_snapshot(self, core: ReplayCore) -> None:
+        """At some point of the next records, as the schedule's seed has it."""
+        if len(self.ledger) >= self.next_image:
+            self.image = len(self.ledger), encode_state(core.state)
+            self.next_image = len(self.ledger) + self.image_rng.randint(1, 200)
 
     def crash(self) -> None:
         """Kill -9: everything but the ledger is gone; the core rebuilt from it must be the same."""
@@ -225,6 +244,13 @@ class Server:
             for record in self.ledger:
                 rebuilt.evolve(record)
             assert rebuilt == before, "the ledger does not rebuild the state that wrote it"
+            if self.image is not None:
+                first, image = self.image
+                rebuilt = decode_state(image, self.world.schedule.settings)
+                for record in self.ledger[first:]:
+                    rebuilt.evolve(record)
+                assert rebuilt == before, "the snapshot does not rebuild the state that wrote it"
+                assert encode_state(rebuilt) == encode_state(before), "another order of tickets"
         self.tear_after = -1
         self.num_restarts += 1
         self.world.log("server crashed")
@@ -294,6 +320,7 @@ class Server:
             self.crash()
             return None
         self.ledger += effects.records
+        self._take_snapshot(core)
         world.shadow.read(effects.records)
         self.payloads.difference_update(effects.freed)
         if effects.records or effects.changed:

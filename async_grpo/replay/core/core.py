@@ -82,14 +82,24 @@ class ReplayCore:
         self._kernel = self.kernel_class.create(settings)
 
     @classmethod
-    def restore(cls, settings: CoreSettings, records: Iterable[Record], now: float) -> "ReplayCore":
+    def restore(
+        cls,
+        settings: CoreSettings,
+        records: Iterable[Record],
+        now: float,
+        *,
+        state: State | None = None,
+    ) -> "ReplayCore":
         """The core that wrote `records`, after a restart that lost the stored payloads.
 
+        `state` is what the records before these have made; None: there are none before.
         Stored groups are reissued as `lost`; the records of that are in the effects of the first
         `apply`. Leased groups stay leased. Owners of claims and the trainer count as seen `now`.
         """
         core = cls(settings)
         kernel = core._kernel
+        if state is not None:
+            kernel.state = state
         for record in records:
             kernel.state.evolve(record)
         book, versions = kernel.state.book, kernel.state.versions

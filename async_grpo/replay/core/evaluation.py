@@ -68,8 +68,8 @@ class EvalBook:
     num_failed: int = 0
     num_reissued: int = 0
     results: list[EvalResult] = field(default_factory=list)
-    _sums: EvalResult | None = None
-    _tokens: dict[WeightsName, int] = field(default_factory=dict)
+    sums: EvalResult | None = None
+    tokens: dict[WeightsName, int] = field(default_factory=dict)
 
     def get(self, group_id: int) -> EvalTicket | None:
         """The ticket, if it is of the newest round."""
@@ -124,8 +124,8 @@ class EvalBook:
             for index in range(record.num_prompts)
         }
         self.num_tickets += record.num_prompts
-        self._sums = EvalResult(weights=record.weights)
-        self._tokens = {}
+        self.sums = EvalResult(weights=record.weights)
+        self.tokens = {}
 
     def claim(self, record: EvalClaimed) -> None:
         """A waiting ticket is handed out."""
@@ -146,7 +146,7 @@ class EvalBook:
         """A ticket is over; with the last one, so is the round."""
         ticket = self.tickets[record.group_id]
         ticket.instance = ticket.generator = ""
-        sums = self._sums
+        sums = self.sums
         assert sums is not None, "an eval ticket ended outside a round"
         if record.failed:
             ticket.phase = EvalPhase.FAILED
@@ -155,18 +155,18 @@ class EvalBook:
             ticket.phase = EvalPhase.EVALUATED
             self.num_evaluated += 1
             for weights, num_tokens in record.weights_tokens:
-                self._tokens[weights] = self._tokens.get(weights, 0) + num_tokens
-        self._sums = EvalResult(
+                self.tokens[weights] = self.tokens.get(weights, 0) + num_tokens
+        self.sums = EvalResult(
             weights=sums.weights,
             num_evaluated=sums.num_evaluated + (not record.failed),
             num_failed=sums.num_failed + record.failed,
             num_completions=sums.num_completions + record.stats.num_completions,
             num_tokens=sums.num_tokens + record.stats.num_tokens,
             reward_sum=sums.reward_sum + record.stats.reward_sum,
-            weights_tokens=sorted(self._tokens.items()),
+            weights_tokens=sorted(self.tokens.items()),
         )
         if not self.num_open:
-            self.results.append(self._sums)
+            self.results.append(self.sums)
 
     def start_trainer(self, record: TrainerStarted) -> None:
         """What was being evaluated may be undone: open tickets fail, the round has no result."""

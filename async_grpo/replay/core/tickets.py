@@ -3,6 +3,7 @@
 Knows nothing of time, peers' health or versions.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -83,8 +84,8 @@ class TicketBook:
     tickets: dict[int, TicketState] = field(default_factory=dict)
     by_phase: dict[Phase, dict[int, TicketState]] = field(default_factory=_open_phases)
     """the open ones"""
-    ended: dict[int, None] = field(default_factory=dict)
-    """the others, by the order in which they ended"""
+    ended: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """the others, by the order in which they ended; a plain dict finds its first key slowly"""
     last_claims: dict[str, LastClaim] = field(default_factory=dict)
     """by generator"""
     next_group_id: int = 0
@@ -124,8 +125,8 @@ class TicketBook:
         ticket.summary, ticket.instance, ticket.generator = None, "", ""
         self.ended[ticket.group_id] = None
         while len(self.ended) > self.remembered:
-            oldest = next(iter(self.ended))
-            del self.ended[oldest], self.tickets[oldest]
+            oldest, _ = self.ended.popitem(last=False)
+            del self.tickets[oldest]
             self.num_forgotten += 1
 
     def make(self, record: Made) -> None:

@@ -9,7 +9,8 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError
 from async_grpo.launch.alone import make_directory
-from async_grpo.launch.run import hold_directory, take_directory
+from async_grpo.launch.run import hold_directory, run_commands, take_directory
+from async_grpo.launch.supervisor import START_S
 from async_grpo.replay.core.records import DatasetAgreed, Made, encode_record
 from async_grpo.replay.store import Ledger
 from async_grpo.types import TicketKind
@@ -38,9 +39,11 @@ def test_a_start_that_came_to_nothing_is_forgotten(config_path: Path) -> None:
     _, directory = used(config_path)
     record = DatasetAgreed(fingerprint="of other data", num_prompts=3)
     directory.ledger.write_bytes(encode_record(record) + b"\n")
+    directory.ledger_snapshot.touch()
     other = load_config(config_path, ["run.seed=1"])
     take_directory(directory, other, resume=False)
     assert not directory.ledger.exists()
+    assert not directory.ledger_snapshot.exists()
     assert load_config(directory.config).run.seed == 1
 
 
@@ -126,3 +129,11 @@ def test_checkpoints_are_ordered_by_numbers(tmp_path: Path) -> None:
     for name in ("2.9", "10.3", "2.10", ".partial-3.1", "void-2.11", "2.x", "latest"):
         (directory.checkpoints / name).mkdir(parents=True)
     assert directory.checkpoints_by_age() == [(2, 9), (2, 10), (10, 3)]
+
+
+def test_the_replay_server_of_a_long_run_gets_time_to_read_its_ledger(config_path: Path) -> None:
+    config, directory = used(config_path)
+    assert run_commands(config, directory).replay_start_s == pytest.approx(START_S, abs=0.01)
+    with directory.ledger.open("r+b") as file:
+        file.truncate(1_500_000_000)  # takes no room on the disk
+    assert run_commands(config, directory).replay_start_s == pytest.approx(START_S + 300.0)

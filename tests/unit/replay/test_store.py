@@ -12,12 +12,12 @@ from async_grpo.replay.store import Ledger, PayloadStore
 def test_lines_survive_reopening(tmp_path):
     path = tmp_path / "run" / "ledger.jsonl"
     ledger = Ledger(path)
-    assert ledger.lines == []
+    assert list(ledger.lines()) == []
     ledger.append([b'{"a":1}', b'{"b":2}\n'])
     ledger.close()
     assert path.read_bytes() == b'{"a":1}\n{"b":2}\n'
     again = Ledger(path)
-    assert again.lines == [b'{"a":1}', b'{"b":2}']
+    assert list(again.lines()) == [b'{"a":1}', b'{"b":2}']
     again.append([b'{"c":3}'])
     again.close()
     assert path.read_bytes() == b'{"a":1}\n{"b":2}\n{"c":3}\n'
@@ -28,7 +28,7 @@ def test_torn_last_line_is_cut_off(tmp_path, torn):
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(b'{"a":1}\n' + torn)
     ledger = Ledger(path)
-    assert ledger.lines == [b'{"a":1}']
+    assert list(ledger.lines()) == [b'{"a":1}']
     ledger.append([b'{"b":2}'])
     ledger.close()
     assert path.read_bytes() == b'{"a":1}\n{"b":2}\n'
@@ -38,7 +38,7 @@ def test_ledger_of_one_torn_line_is_empty(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(b'{"a"')
     ledger = Ledger(path)
-    assert ledger.lines == []
+    assert list(ledger.lines()) == []
     ledger.close()
     assert path.read_bytes() == b""
 
@@ -69,7 +69,7 @@ def test_lines_survive_kill_9(tmp_path):
     writer.wait(timeout=20)
     writer.stdout.close()
     ledger = Ledger(path)
-    assert ledger.lines == [b'{"kept":1}']
+    assert list(ledger.lines()) == [b'{"kept":1}']
     ledger.close()
 
 
