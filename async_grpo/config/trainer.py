@@ -65,7 +65,9 @@ class TrainerSection:
     """At the start, before anything is trained, refuse a model whose packed sequences see each
     other, or whose head is more than a linear map. Four forwards of a dozen tokens."""
     checkpoint_every: int = 50
-    """Train steps between checkpoints; 0: only at the end. A clean stop always writes one."""
+    """Train steps between checkpoints; 0: only at the end. A clean stop always writes one.
+    Training goes on while one is written, from a copy of the state in host memory that is kept
+    for the next: 14 bytes a parameter in bfloat16, 12 in float32."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept; at least 2, so that a damaged one costs steps, not the
     run."""

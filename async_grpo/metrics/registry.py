@@ -36,7 +36,10 @@ _DECLARED = (
     ("time/starting_s", "s", "trainer: loading and joining, so far"),
     ("time/working_s", "s", "trainer: forward, backward, optimizer, so far"),
     ("time/waiting_s", "s", "trainer: no groups to train on, so far"),
-    ("time/checkpointing_s", "s", "trainer: writing checkpoints, so far"),
+    ("time/checkpointing_s", "s", "trainer: held up by checkpoints (copied to host memory, and the "
+     "one before waited for), so far; writing goes on beside training"),
+    ("checkpoint/write_s", "s", "from the copy to the disk, in the background, of the newest "
+     "checkpoint that is written"),
     ("time/syncing_s", "s", "trainer: kept from working by weight sync, so far"),
     ("reward/mean", "", "over all completions that finished since the draw before, trained or not; "
      "over the drawn ones if none did"),

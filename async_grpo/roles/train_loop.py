@@ -88,6 +88,7 @@ class TrainLoop:
             with self._clock.during("working"):
                 self._report(writer, batch, outcome, in_queue_s)
             self._draw_number, self._lr = batch.draw_number, outcome.lr
+            parts.checkpoints.raise_failure()
             if parts.checkpoints.is_due(self._progress.step):
                 self.checkpoint()
             self._stop_if_told()
@@ -108,14 +109,14 @@ class TrainLoop:
         """The last step ends the run anyway."""
         reason, step = self._parts.control.stop_reason, self._progress.step
         if reason and step < self._config.run.num_train_steps:
-            self.checkpoint()
+            self.finish_checkpoint()
             raise NumericsError(
                 f"stopped after {step} train steps by {reason}; the checkpoint of version {step} "
                 "is written: --resume goes on from it, with another threshold or action if need be"
             )
 
     def checkpoint(self) -> None:
-        """Write one, unless the newest is of this version."""
+        """Begin one, unless the newest is of this version."""
         version = self._progress.step
         checkpoints = self._parts.checkpoints
         if not checkpoints.has(version):
@@ -127,6 +128,12 @@ class TrainLoop:
                     lr=self._lr,
                     control=self._parts.control.snapshot(),
                 )
+
+    def finish_checkpoint(self) -> None:
+        """Have one of this version on the disk."""
+        self.checkpoint()
+        with self._clock.during("checkpointing"):
+            self._parts.checkpoints.wait()
 
     def _require_fresh(self, batch: Batch) -> None:
         bound = self._config.staleness.max_staleness
@@ -177,6 +184,7 @@ class TrainLoop:
         result = parts.publisher.last_result
         if result is not None:
             values |= result.metrics()
+        values |= parts.checkpoints.metrics()
         values |= parts.evaluations.take()
         writer.write(version, values)
         self._progress.add(values)

@@ -217,6 +217,7 @@ def _train(
         stack.callback(loop.cancel_calls)
         stack.callback(feed.close)
         stack.callback(evaluations.close)
+        stack.enter_context(checkpoints)
         signals.request_stop = _all(feed.request_stop, evaluations.request_stop)
         board = directory.tensorboard if config.metrics.tensorboard else None
         writer = stack.enter_context(MetricsWriter(directory.metrics, board, first_step=first))
@@ -235,7 +236,7 @@ def _train(
         )  # fmt: skip
         steps = TrainLoop(parts)
         steps.run(writer, witness)
-        steps.checkpoint()
+        steps.finish_checkpoint()
         if progress.step == config.run.num_train_steps:
             publisher.wait()
             if config.eval.every:

@@ -1,11 +1,12 @@
 """What a checkpoint holds: everything that the next train step depends on, and nothing by pickle.
 
 `model.safetensors` under Hugging Face names, `optimizer.safetensors`, `rng.safetensors`, and
-`state.json`. Groups are not in it: the replay server's ledger is their snapshot, and `state.json`
-names the record in it that the checkpoint belongs to. Knows nothing of directories and hashes.
+`state.json`. It is captured in memory first, and written from there. Groups are not in it: the
+replay server's ledger is their snapshot, and `state.json` names the record in it that the
+checkpoint belongs to. Knows nothing of directories and hashes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import msgspec
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from async_grpo.config.resume import differences, values_digest
 from async_grpo.errors import ConfigError
+from async_grpo.training.checkpoint_files import Pieces
 from async_grpo.training.control import ControlState
+from async_grpo.training.host_copy import HostCopy
 from async_grpo.training.step import TrainStep
 from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.types import WeightsName
@@ -79,21 +82,28 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     numpy: NumpyState
 
 
-def save_checkpoint(
-    path: Path, state: CheckpointState, weights: PolicyWeights, step: TrainStep
-) -> None:
-    """Write the files of one checkpoint into the directory `path`."""
-    save_file(_plain(weights.named_tensors()), path / MODEL, metadata={"format": "pt"})
-    save_file(_plain(step.optimizer.tensors().items()), path / OPTIMIZER)
-    random, numpy_state = _random_state()
-    save_file(random, path / RNG)
-    file = _File(
-        format_version=FORMAT_VERSION,
-        state=state,
-        config_digest=values_digest(state.config),
-        numpy=numpy_state,
-    )
-    (path / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1))
+class Capture:
+    """Takes what a checkpoint holds out of the hands of a trainer that goes on. One thread."""
+
+    def __init__(self, weights: PolicyWeights, step: TrainStep) -> None:
+        self._weights, self._step = weights, step
+        self._model_copy, self._optimizer_copy = HostCopy(), HostCopy()
+
+    def take(self, state: CheckpointState) -> Mapping[str, Pieces]:
+        """The files of a checkpoint of the present moment; those of the one before are void."""
+        random, numpy_state = _random_state()
+        file = _File(
+            format_version=FORMAT_VERSION,
+            state=state,
+            config_digest=values_digest(state.config),
+            numpy=numpy_state,
+        )
+        return {
+            MODEL: self._model_copy.take(dict(self._weights.named_tensors())),
+            OPTIMIZER: self._optimizer_copy.take(self._step.optimizer.tensors()),
+            RNG: [save(random)],
+            STATE: [msgspec.json.format(msgspec.json.encode(file), indent=1)],
+        }
 
 
 def read_state(path: Path) -> CheckpointState:
@@ -144,12 +154,6 @@ def _read(path: Path) -> _File:
             f"{path / STATE} is not of checkpoint format {FORMAT_VERSION}: {error}"
         ) from error
     return file
-
-
-def _plain(tensors: Any) -> dict[str, Tensor]:
-    """As the file format wants them."""
-    items: Iterator[tuple[str, Tensor]] = iter(tensors)
-    return {name: tensor.detach().contiguous() for name, tensor in items}
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Checkpoints on disk: whole or not at all, found and verified by themselves.
 
 A checkpoint is a directory `INCARNATION.POLICY_VERSION`. It is written under another name, every
-file synced, the manifest of sizes and hashes last, and then renamed. `latest` names the newest one;
-resuming does not depend on it. Knows neither tensors nor the replay server.
+file hashed on its way and synced, the manifest of sizes and hashes last, and then renamed. `latest`
+names the newest one; resuming does not depend on it. Knows neither tensors nor the replay server.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _PARTIAL, _VOID = ".partial-", "void-"
-_BLOCK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 22
+
+Pieces = Iterable[bytes | memoryview]
+"""What one file holds, in order."""
 
 
 class CheckpointError(AsyncGrpoError):
@@ -52,10 +55,14 @@ class CheckpointFiles:
         """Every checkpoint by its directory, verified or not, the newest last."""
         return [WeightsName(*pair) for pair in self._directory.checkpoints_by_age()]
 
-    def write(self, name: WeightsName, fill: Callable[[Path], None]) -> None:
-        """Make a checkpoint of the files that `fill` writes into a directory.
+    def write(self, name: WeightsName, files: Mapping[str, Pieces]) -> None:
+        """Make a checkpoint of these files.
 
         Killed at any moment, it leaves what was there before, or the whole checkpoint.
+
+        Args:
+            name: of the checkpoint.
+            files: file name -> content.
         """
         root = self.root
         partial = root / f"{_PARTIAL}{name}"
@@ -63,8 +70,9 @@ class CheckpointFiles:
             shutil.rmtree(left_over, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            fill(partial)
-            _write_manifest(partial)
+            listed = {file: _write_file(partial / file, files[file]) for file in sorted(files)}
+            _write_text(partial / MANIFEST, json.dumps({"files": listed}, indent=1))
+            _sync(partial)
             partial.rename(self.path(name))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)  # where the disk is full, others need room
@@ -107,13 +115,20 @@ class CheckpointFiles:
         logger.warning("checkpoint %s is set aside as %s: %s", name, target.name, why)
 
 
-def _write_manifest(directory: Path) -> None:
-    listed = {}
-    for path in sorted(directory.iterdir()):
-        _sync(path)
-        listed[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    _write_text(directory / MANIFEST, json.dumps({"files": listed}, indent=1))
-    _sync(directory)
+def _write_file(path: Path, pieces: Pieces) -> dict[str, Any]:
+    """Write, hash and sync one file; its entry in the manifest."""
+    content, num_bytes = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            for start in range(0, len(view), _CHUNK_BYTES):
+                chunk = view[start : start + _CHUNK_BYTES]
+                file.write(chunk)
+                content.update(chunk)
+            num_bytes += len(view)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": num_bytes, "sha256": content.hexdigest()}
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
@@ -156,7 +171,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have a file's content, or a directory's entries, on the disk."""
+    """Have a directory's entries on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

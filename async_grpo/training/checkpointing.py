@@ -1,12 +1,15 @@
 """When checkpoints are written, which one a trainer goes on from, and what the server hears.
 
-The files are `checkpoint_files`' part, their content is `checkpoint`'s. Whether a run can go on
+The training thread copies the state to host memory; a thread of its own writes the copy, and tells
+the server of it only when it is whole. The files are `checkpoint_files`' part, their content is
+`checkpoint`'s. Whether a run can go on
 from a checkpoint is the replay server's decision: it knows which steps survive.
 """
 
 import logging
-
-from safetensors import SafetensorError
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
 
 from async_grpo.config.resume import fixed_values
 from async_grpo.config.run_directory import RunDirectory
@@ -16,15 +19,16 @@ from async_grpo.interfaces import TrainerReplay
 from async_grpo.replay_api.base import ErrorCode
 from async_grpo.replay_api.trainer import StartTrainerReply
 from async_grpo.training.checkpoint import (
+    Capture,
     CheckpointState,
     LedgerPosition,
     Schedule,
     load_checkpoint,
     read_state,
     require_same_config,
-    save_checkpoint,
 )
-from async_grpo.training.checkpoint_files import CheckpointError, CheckpointFiles
+from async_grpo.training.checkpoint_files import CheckpointError, CheckpointFiles, Pieces
+from async_grpo.training.checkpoint_writer import CheckpointWriter
 from async_grpo.training.control import ControlState
 from async_grpo.training.step import TrainStep
 from async_grpo.training.weight_source import PolicyWeights
@@ -38,7 +42,10 @@ INITIAL = WeightsName(0, 0)
 
 
 class Checkpointer:
-    """Checkpoints of one trainer. Training thread only."""
+    """Checkpoints of one trainer. Training thread only.
+
+    Leaving its `with` block finishes what is being written, as `CheckpointWriter` does.
+    """
 
     def __init__(
         self,
@@ -56,8 +63,23 @@ class Checkpointer:
         self._every = config.trainer.checkpoint_every
         self._updates_per_step = config.trainer.updates_per_step
         self._files = CheckpointFiles(directory, keep=config.trainer.keep_checkpoints)
+        self._capture = Capture(weights, step)
+        self._writer = CheckpointWriter(config.run.no_progress_timeout_s)
         self._newest = INITIAL
+        """written, or being written"""
         self._settled = 0
+
+    def __enter__(self) -> Self:
+        self._writer.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._writer.__exit__(kind, error, traceback)
 
     def start(self) -> tuple[WeightsName, StartTrainerReply]:
         """Become the run's trainer, from the newest whole checkpoint that the run can go on from.
@@ -144,10 +166,12 @@ class Checkpointer:
     def save(
         self, name: WeightsName, *, draw_number: int, lr: float, control: ControlState
     ) -> None:
-        """Write a checkpoint after the step that made `name` was acked, then remove old ones.
+        """Begin a checkpoint after the step that made `name` was acked.
+
+        Returns when the state is copied; waits first for the checkpoint before to be written.
 
         Raises:
-            AsyncGrpoError: it cannot be written; the ones before are as they were.
+            AsyncGrpoError: the one before cannot be written; those before it are as they were.
             PeerError: another trainer has taken over, or the replay server does not answer.
         """
         state = CheckpointState(
@@ -162,16 +186,46 @@ class Checkpointer:
             config=self._fixed,
             control=control,
         )
+        self._writer.wait()  # its copy is overwritten now
+        files = self._capture.take(state)
+        self._newest = name
+        self._writer.start(f"checkpoint {name}", lambda: self._write(name, files))
+
+    def wait(self) -> None:
+        """Until the newest checkpoint is written.
+
+        Raises:
+            AsyncGrpoError: it cannot be.
+            PeerError: another trainer has taken over, or the replay server does not answer.
+        """
+        self._writer.wait()
+
+    def raise_failure(self) -> None:
+        """If a checkpoint could not be written; never blocks.
+
+        Raises:
+            AsyncGrpoError: as `wait`.
+            PeerError: as `wait`.
+        """
+        self._writer.raise_failure()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest checkpoint that is known to be written."""
+        seconds = self._writer.last_s
+        return {} if seconds is None else {"checkpoint/write_s": seconds}
+
+    def _write(self, name: WeightsName, files: Mapping[str, Pieces]) -> None:
+        """On the writer's thread: the checkpoint, the pointer, and then what it makes final.
+
+        Killed in between, the server keeps more than is needed, never less.
+        """
         try:
-            self._files.write(
-                name, lambda path: save_checkpoint(path, state, self._weights, self._step)
-            )
+            self._files.write(name, files)
             self._settle(self._settled)  # only the run's trainer may move the pointer
             self._files.point_to(name)
             kept = self._files.prune()
-        except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+        except OSError as error:
             raise AsyncGrpoError(f"checkpoint {name} cannot be written: {error}") from error
-        self._newest = name
         if len(kept) > 1:  # of a single one, the initial weights are the second
             self._settle(kept[0].policy_version)
         logger.info("checkpoint %s is written", name)

@@ -17,18 +17,19 @@ from async_grpo.training.checkpoint import (
     OPTIMIZER,
     RNG,
     STATE,
+    Capture,
     CheckpointState,
     LedgerPosition,
     Schedule,
     load_checkpoint,
     read_state,
     require_same_config,
-    save_checkpoint,
 )
 from async_grpo.training.model import PolicyModel
 from async_grpo.training.step import TrainStep
 from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.types import WeightsName
+from tests.fakes.tiny_moe import tiny_moe
 from tests.fakes.tiny_policy import random_groups, tiny_module
 
 NUM_STEPS = 6
@@ -40,8 +41,8 @@ SETTINGS = TrainerSection(
 class Trainer:
     """A policy, its step, and everything that was computed with them."""
 
-    def __init__(self, *, dtype=torch.float32, seed=0, **changes):
-        module = tiny_module(dtype=dtype, seed=seed, **changes)
+    def __init__(self, *, dtype=torch.float32, seed=0, module=None, **changes):
+        module = module or tiny_module(dtype=dtype, seed=seed, **changes)
         self.policy = PolicyModel(module, chunk_tokens=7)
         self.step = TrainStep(self.policy, AlgorithmSection(), SETTINGS, num_train_steps=NUM_STEPS)
         self.weights = PolicyWeights(self.policy, seed=0, tolerance=1e-3)
@@ -67,6 +68,12 @@ def state(version, config=None):
         ledger=LedgerPosition(incarnation=1, step=version - 1, draw_number=version + 3),
         config=config or {"trainer.lr": 0.01},
     )
+
+
+def save_checkpoint(path, state, weights, step):
+    """As `checkpoint_files` does, but without hashes."""
+    for name, pieces in Capture(weights, step).take(state).items():
+        (path / name).write_bytes(b"".join(pieces))
 
 
 def seed_all():
@@ -122,6 +129,45 @@ def test_the_model_file_has_the_names_of_hugging_face(tmp_path):
     other = tiny_module(dtype=torch.float32, seed=8)
     missing, unexpected = other.load_state_dict(load_file(tmp_path / MODEL), strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])  # tied: saved once
+
+
+def test_what_is_captured_stays_as_it_was_while_training_goes_on(tmp_path):
+    trainer = Trainer()
+    trainer.train(0, 1)
+    expected = trainer.tensors()
+    files = Capture(trainer.weights, trainer.step).take(state(1))
+    trainer.train(1, 3)
+    assert not all(torch.equal(expected[k], v) for k, v in trainer.tensors().items())
+    for name, pieces in files.items():
+        (tmp_path / name).write_bytes(b"".join(pieces))
+    found = load_file(tmp_path / MODEL) | load_file(tmp_path / OPTIMIZER)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_optimizer_before_its_first_update_is_an_empty_file(tmp_path):
+    trainer, other = Trainer(), Trainer(seed=1)
+    save_checkpoint(tmp_path, state(1), trainer.weights, trainer.step)
+    assert load_file(tmp_path / OPTIMIZER) == {}
+    load_checkpoint(tmp_path, other.weights, other.step)
+    assert other.step.optimizer.tensors() == {}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_a_checkpoint_of_experts_is_one_of_transformers(kind, tmp_path):
+    """It has their names in files, so any loader takes it, and it restores the fused tensors."""
+    module = tiny_moe(kind, dtype=torch.bfloat16)
+    trainer = Trainer(module=module)
+    module.save_pretrained(tmp_path / "hf")
+    (tmp_path / "ours").mkdir()
+    save_checkpoint(tmp_path / "ours", state(1), trainer.weights, trainer.step)
+    theirs, ours = (load_file(tmp_path / where / MODEL) for where in ("hf", "ours"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    other = Trainer(module=tiny_moe(kind, seed=1, dtype=torch.bfloat16))
+    load_checkpoint(tmp_path / "ours", other.weights, other.step)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(other.policy.module.state_dict()[name], tensor), name
 
 
 def test_state_tells_what_the_checkpoint_is(tmp_path):

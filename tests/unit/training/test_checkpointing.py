@@ -2,10 +2,12 @@
 
 import asyncio
 import resource
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from async_grpo.config.algorithm import AlgorithmSection
 from async_grpo.config.load import load_config
@@ -20,6 +22,7 @@ from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.types import WeightsName
 from tests.fakes.fake_trainer_replay import FakeTrainerReplay
 from tests.fakes.tiny_policy import random_groups, tiny_policy
+from tests.unit.training.test_checkpoint_files import SWITCH, Killed
 
 
 class Replay(FakeTrainerReplay):
@@ -29,6 +32,9 @@ class Replay(FakeTrainerReplay):
         super().__init__()
         self.undone: set[tuple[int, int]] = set()
         self.fenced = False
+        self.answers = threading.Event()
+        """to `settle`; cleared, a checkpoint stays in the middle of being written"""
+        self.answers.set()
 
     async def start(self, restored_version, restored_incarnation=0):
         reply = await super().start(restored_version, restored_incarnation)
@@ -38,9 +44,15 @@ class Replay(FakeTrainerReplay):
         return reply
 
     async def settle(self, policy_version):
+        assert await asyncio.to_thread(self.answers.wait, 30.0)
         if self.fenced:
             raise RemoteError("replay server", "Settle", ErrorCode.FENCED, "taken over")
         await super().settle(policy_version)
+
+
+def save(trainer: Checkpointer, incarnation: int, version: int) -> None:
+    name = WeightsName(incarnation, version)
+    trainer.save(name, draw_number=version, lr=0.1, control=ControlState())
 
 
 class World:
@@ -66,7 +78,8 @@ class World:
     def write(self, *names: tuple[int, int], keep: int = 9) -> None:
         trainer = self.trainer(f"trainer.keep_checkpoints={keep}")
         for name in names:
-            trainer.save(WeightsName(*name), draw_number=1, lr=0.1, control=ControlState())
+            save(trainer, *name)
+        trainer.wait()
         self.replay.calls.clear()
 
     def damage(self, name: str, file: str = "model.safetensors") -> None:
@@ -158,7 +171,8 @@ def test_another_configuration_is_refused_before_the_run_is_touched(world: World
 def test_steps_are_settled_once_two_checkpoints_are_kept(world: World) -> None:
     trainer = world.trainer()
     for version in (3, 6, 9):
-        trainer.save(WeightsName(1, version), draw_number=version, lr=0.1, control=ControlState())
+        save(trainer, 1, version)
+    trainer.wait()
     # Each save first makes sure that this is still the run's trainer.
     settled = [version for kind, version in world.replay.calls if kind == "settle"]
     assert settled == [0, 0, 3, 3, 6]
@@ -168,10 +182,12 @@ def test_steps_are_settled_once_two_checkpoints_are_kept(world: World) -> None:
 
 def test_a_trainer_that_lost_the_run_moves_no_pointer(world: World) -> None:
     trainer = world.trainer()
-    trainer.save(WeightsName(1, 3), draw_number=1, lr=0.1, control=ControlState())
+    save(trainer, 1, 3)
+    trainer.wait()
     world.replay.fenced = True
+    save(trainer, 1, 6)
     with pytest.raises(RemoteError, match="taken over"):
-        trainer.save(WeightsName(1, 6), draw_number=2, lr=0.1, control=ControlState())
+        trainer.wait()
     assert (world.directory.checkpoints / LATEST).read_text() == "1.3\n"
 
 
@@ -192,8 +208,10 @@ def test_a_loaded_checkpoint_is_the_saved_one(world: World) -> None:
 def test_a_checkpoint_that_cannot_be_written_is_an_error_that_says_so(world: World) -> None:
     world.directory.root.mkdir()
     world.directory.checkpoints.write_text("a file in its place")
+    trainer = world.trainer()
+    save(trainer, 1, 3)
     with pytest.raises(AsyncGrpoError, match=r"checkpoint 1\.3 cannot be written"):
-        world.trainer().save(WeightsName(1, 3), draw_number=1, lr=0.1, control=ControlState())
+        trainer.wait()
 
 
 def test_tensors_that_find_no_room_are_an_error_that_says_so(world: World) -> None:
@@ -201,8 +219,69 @@ def test_tensors_that_find_no_room_are_an_error_that_says_so(world: World) -> No
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
     try:
+        save(trainer, 1, 3)
         with pytest.raises(AsyncGrpoError, match=r"checkpoint 1\.3 cannot be written: .*too large"):
-            trainer.save(WeightsName(1, 3), draw_number=1, lr=0.1, control=ControlState())
+            trainer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert world.names() == []
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(world: World) -> None:
+    trainer = world.trainer()
+    before = {name: tensor.clone() for name, tensor in trainer._weights.named_tensors()}
+    world.replay.answers.clear()
+    save(trainer, 1, 3)
+    assert trainer.has(3)  # begun: it need not be begun again
+    trainer._step.apply(random_groups(2), 3)
+    trainer.raise_failure()
+    assert trainer.metrics() == {}
+    world.replay.answers.set()
+    trainer.wait()
+    assert trainer.metrics()["checkpoint/write_s"] > 0
+    saved = load_file(world.directory.checkpoints / "1.3" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+    after = dict(trainer._weights.named_tensors())
+    assert not all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_second_checkpoint_waits_for_the_first_but_not_for_ever(world: World) -> None:
+    trainer = world.trainer("run.no_progress_timeout_s=0.01")
+    world.replay.answers.clear()
+    save(trainer, 1, 3)
+    with pytest.raises(AsyncGrpoError, match=r"checkpoint 1\.3 is not written after another 0\.01"):
+        save(trainer, 1, 6)
+    assert not trainer.has(6)
+    world.replay.answers.set()
+
+
+def test_killed_at_any_moment_the_server_has_forgotten_nothing_that_is_needed(
+    tmp_path: Path,
+) -> None:
+    """The third of three checkpoints, of which two are kept, is cut off at each file operation."""
+    outcomes, number, killed = [], 0, True
+    while killed:
+        root = tmp_path / str(number)
+        root.mkdir()
+        world = World(root)
+        trainer = world.trainer()
+        save(trainer, 1, 3)
+        save(trainer, 1, 6)
+        trainer.wait()
+        SWITCH.root, SWITCH.left, SWITCH.trace = str(world.directory.checkpoints), number, []
+        save(trainer, 1, 9)
+        try:
+            trainer.wait()
+            killed = False
+        except Killed:
+            pass
+        SWITCH.root = ""
+        settled = max(version for kind, version in world.replay.calls if kind == "settle")
+        kept = [name for name in world.names() if name[0].isdigit()]
+        assert settled <= min(int(name.split(".")[1]) for name in kept), (number, kept)
+        found = world.trainer().start()[0]
+        outcomes.append((found.policy_version, settled))
+        number += 1
+    assert number > 15  # that many moments were tried
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {(6, 3), (9, 3), (9, 6)}

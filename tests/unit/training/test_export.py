@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_grpo.config.run_directory import RunDirectory
@@ -83,12 +83,9 @@ def checkpoint(run_dir: RunDirectory, version: int) -> Path:
     state = tiny_module(dtype=torch.float32, vocab_size=len(make_toy_tokenizer())).state_dict()
     del state["lm_head.weight"]
 
-    def fill(path: Path) -> None:
-        tensors = {name: torch.full_like(value, version) for name, value in state.items()}
-        save_file(tensors, path / MODEL)
-
+    tensors = {name: torch.full_like(value, version) for name, value in state.items()}
     files = CheckpointFiles(run_dir, keep=5)
-    files.write(WeightsName(1, version), fill)
+    files.write(WeightsName(1, version), {MODEL: [save(tensors)]})
     return files.path(WeightsName(1, version))
 
 
@@ -136,7 +133,7 @@ def test_an_unfinished_run_is_exported_with_the_initial_models_tokenizer(
 
 def test_weights_of_another_model_are_refused(run_dir: RunDirectory, tmp_path: Path) -> None:
     CheckpointFiles(run_dir, keep=5).write(
-        WeightsName(1, 1), lambda path: save_file({"other": torch.zeros(1)}, path / MODEL)
+        WeightsName(1, 1), {MODEL: [save({"other": torch.zeros(1)})]}
     )
 
     with pytest.raises(ConfigError, match=r"does not fit policy\.model: other tensors"):
