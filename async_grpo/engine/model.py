@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.continuous_batching.utils import find_head_dim
 
+from async_grpo.algorithms.head import use_float32_logits
 from async_grpo.config.schema import Config
 from async_grpo.engine.admission import Limits
 from async_grpo.errors import ConfigError
@@ -47,6 +48,9 @@ def load_model(config: Config) -> LoadedModel:
         raise ConfigError(f"policy.model: no tokenizer of {path!r}: {error}") from error
     module = module.to(device).eval().requires_grad_(False)
     _require_paged_cache(module)
+    head = module.get_output_embeddings()
+    if config.trainer.fp32_head and isinstance(head, torch.nn.Linear):
+        use_float32_logits(head)  # as the trainer computes them
     text_config = module.config.get_text_config()
     return LoadedModel(
         module=module,

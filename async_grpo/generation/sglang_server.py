@@ -17,6 +17,7 @@ from yarl import URL
 
 from async_grpo.config.engine import RAW_LOGPROBS, EngineSection
 from async_grpo.config.engine_keys import EngineKeys
+from async_grpo.config.policy import DType
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError, GenerationError
 from async_grpo.generation.handles import OwnedEngine
@@ -62,6 +63,8 @@ def sglang_args(config: Config, port: int) -> list[str]:
         "--max-running-requests", str(section.max_running_requests),
         "--log-level-http", "warning",  # or every request and heartbeat is a line in the log
     ]  # fmt: skip
+    if config.trainer.fp32_head and config.policy.dtype is DType.bfloat16:
+        args.append("--enable-fp32-lm-head")  # logits are not rounded, as in the trainer
     if section.context_length:
         args += ["--context-length", str(section.context_length)]
     return [*args, *section.server_args]

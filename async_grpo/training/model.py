@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from async_grpo.algorithms.head import accumulator, use_float32_logits
 from async_grpo.config.policy import PolicySection
 from async_grpo.config.trainer import Attention, TrainerSection
 from async_grpo.errors import AsyncGrpoError, ConfigError
@@ -49,13 +50,21 @@ class LogprobRequest:
 class PolicyModel:
     """A causal language model that answers with log-probs of chosen tokens.
 
+    Args:
+        module: of transformers.
+        chunk_tokens: rows of the head computed at a time.
+        fp32_head: logits of a low-precision model in float32, also those of `module` itself.
+
+    Raises:
+        ConfigError: the head is no plain linear layer, or what is below it cannot be had.
+
     Attributes:
         module: the transformers model.
         dtype: of its weights.
         accumulation_dtype: of log-probs: float32 or better.
     """
 
-    def __init__(self, module: Any, *, chunk_tokens: int) -> None:
+    def __init__(self, module: Any, *, chunk_tokens: int, fp32_head: bool = True) -> None:
         head = module.get_output_embeddings()
         if head is None or getattr(head, "bias", None) is not None:
             raise ConfigError(
@@ -71,9 +80,12 @@ class PolicyModel:
         self.module.config.use_cache = False  # a cache would silently break packing
         self._backbone: nn.Module = module.base_model
         self._head_weight: Tensor = head.weight
+        self._fp32_head = fp32_head
+        if fp32_head:
+            use_float32_logits(head)
         self._chunk_tokens = chunk_tokens
         self.dtype: torch.dtype = module.dtype
-        self.accumulation_dtype = torch.promote_types(self.dtype, torch.float32)
+        self.accumulation_dtype = accumulator(self.dtype)
         self.device: torch.device = module.device
 
     def checkpoint_layers(self) -> None:
@@ -122,6 +134,7 @@ class PolicyModel:
             request.targets,
             request.temperature,
             chunk_tokens=self._chunk_tokens,
+            fp32_head=self._fp32_head,
         )
 
 
@@ -176,7 +189,9 @@ def load_policy(
     module.to(device)
     module.eval()
     module.requires_grad_(trainable)
-    model = PolicyModel(module, chunk_tokens=settings.logprob_chunk_tokens)
+    model = PolicyModel(
+        module, chunk_tokens=settings.logprob_chunk_tokens, fp32_head=settings.fp32_head
+    )
     if trainable and settings.gradient_checkpointing:
         model.checkpoint_layers()
     return model

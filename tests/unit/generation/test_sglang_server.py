@@ -13,11 +13,12 @@ import pytest
 
 from async_grpo.config.engine import EngineSection
 from async_grpo.config.engine_keys import EngineKeys
-from async_grpo.config.policy import PolicySection
+from async_grpo.config.policy import DType, PolicySection
 from async_grpo.config.run import RunSection
 from async_grpo.config.schema import Config
 from async_grpo.config.task import TaskSection
 from async_grpo.errors import ConfigError
+from async_grpo.generation.sglang_server import sglang_args
 from async_grpo.generation.starts import engine_starts
 from async_grpo.transport.parent import CHILD_VARIABLE
 
@@ -123,6 +124,16 @@ async def test_by_default_it_loads_the_policys_model(place):
     async with running(place, EngineKeys()) as (_, said):
         assert said["args"][said["args"].index("--model-path") + 1] == "the-policy"
         assert "--config" not in said["args"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp32_head", "passed"),
+    [(DType.bfloat16, True, True), (DType.bfloat16, False, False), (DType.float32, True, False)],
+)
+def test_the_server_makes_logits_as_the_trainer_does(place, dtype, fp32_head, passed):
+    config = place.config()
+    config.policy.dtype, config.trainer.fp32_head = dtype, fp32_head
+    assert ("--enable-fp32-lm-head" in sglang_args(config, 1)) is passed
 
 
 async def test_keys_are_in_a_file_of_ours_and_not_in_the_command(place):

@@ -73,3 +73,31 @@ def test_only_what_needs_a_gradient_gets_one():
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad is not None
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("fp32_head", [True, False])
+def test_bfloat16_against_float64(fp32_head):
+    """Log-probs of a float32 head are exact; gradients are rounded once, when they are returned."""
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 64).bfloat16().requires_grad_()
+    weight = torch.randn(300, 64).bfloat16().requires_grad_()  # logits of size 8
+    targets, temperature = torch.randint(0, 300, (40,)), torch.full((40,), 0.7)
+    upstream = torch.randn(40)
+    logprobs, entropy = chosen_logprobs(
+        hidden, weight, targets, temperature, chunk_tokens=16, fp32_head=fp32_head
+    )
+    ours = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    full = (wide[0] @ wide[1].T / temperature[:, None]).log_softmax(-1)
+    chosen = full.gather(-1, targets[:, None]).squeeze(-1)
+    theirs = torch.autograd.grad((chosen * upstream).sum(), wide)
+    error = (logprobs - chosen).abs().max()
+    pairs = zip(ours, theirs, strict=True)
+    errors = [((found.double() - exact).norm() / exact.norm()).item() for found, exact in pairs]
+    if fp32_head:
+        assert error < 1e-5
+        # a difference of numbers of size 40, in float32
+        assert (entropy + (full.exp() * full).sum(-1)).abs().max() < 2e-4
+        assert max(errors) < 2**-8
+    else:
+        assert error > 0.01
