@@ -19,7 +19,7 @@ since a measurement can only be too high."""
 MIN_MEASURED_TOKENS = 256
 """Below it, the probe's own latency would be taken for the cost of recomputing."""
 SAFE_SGLANG = (0, 5, 23)
-"""First version whose in_place updates are known to work, with one rank per engine."""
+"""First version whose in_place updates are known to work, with one tensor-parallel rank and two."""
 
 
 class RecomputeCost:
@@ -73,7 +73,7 @@ def in_place_is_safe(info: ServerInfo) -> bool:
         return True
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", info.version)
     version = tuple(int(number) for number in numbers.groups()) if numbers else (0, 0, 0)
-    return version >= SAFE_SGLANG and info.tp_size == info.dp_size == info.pp_size == 1
+    return version >= SAFE_SGLANG and info.dp_size == info.pp_size == 1
 
 
 def kv_tokens(load: Load) -> int:

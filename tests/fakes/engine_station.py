@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.generation import GenerationSection, OnWeightUpdate
@@ -147,43 +147,84 @@ async def station(
         await client.close()
 
 
-async def fly_through_two_updates(at: Station, *, incarnation: int, mode: OnWeightUpdate) -> None:
-    """Three requests, two updates: all are in flight before and after each, none loses a token."""
-    models = {WeightsName(incarnation, version): make_model(60 + version) for version in range(3)}
+async def fly_through_updates(
+    at: Station, *, incarnation: int, mode: OnWeightUpdate, num_updates: int = 2, every: int = 40
+) -> None:
+    """Three requests and some updates: all are in flight before and after each, no token is lost.
+
+    Args:
+        at: where.
+        incarnation: of the weights.
+        mode: of the updates.
+        num_updates: after the first weights.
+        every: tokens that all requests together sample between two updates.
+    """
+    models = {
+        WeightsName(incarnation, version): make_model(60 + version)
+        for version in range(num_updates + 1)
+    }
     first, *later = models
     await at.publish(models[first], first)
     running = [at.sample(number) for number in range(3)]
     for weights in later:
-        await at.until_sampled(40)
+        await at.until_sampled(2 * every * weights.policy_version - every)
         assert at.engine.num_running == 3
         await at.publish(models[weights], weights)
         assert at.engine.num_running == 3
         assert not any(task.done() for task in running)
-        await at.until_sampled(80 * weights.policy_version)
+        await at.until_sampled(2 * every * weights.policy_version)
     completions = [(await task).completion for task in running]
     assert at.sampler.num_retries == 0
-    assert at.sampler.num_continued == (6 if mode is OnWeightUpdate.abort else 0)
+    num_parts = 3 * num_updates if mode is OnWeightUpdate.abort else 0
+    assert at.sampler.num_continued == num_parts
     for completion in completions:
-        _judge(completion, models, exact=mode is not OnWeightUpdate.in_place)
+        if mode is OnWeightUpdate.in_place:
+            _judge_mixed(completion, models)
+        else:
+            _judge(completion, models)
 
 
-def _judge(
-    completion: Completion, models: dict[WeightsName, PreTrainedModel], *, exact: bool
-) -> None:
+def _judge(completion: Completion, models: dict[WeightsName, PreTrainedModel]) -> None:
+    """Each token is that of a plain forward of its segment's weights."""
     ids = completion.token_ids.tolist()
     assert len(ids) == NUM_TOKENS == len(completion.behavior_logprobs)
     assert [segment.weights for segment in completion.segments] == list(models)
     found = torch.from_numpy(completion.behavior_logprobs)
-    first = weights_before = next(iter(models))
+    weights_before = next(iter(models))
     start = 0
     for segment in completion.segments:
         end = start + segment.num_tokens
         expected = reference_logprobs(models[segment.weights], PROMPT, ids)
         gap = (found - expected)[start:end].abs().max()
-        assert segment.kv_mixed == (not exact and segment.weights != first)
-        assert (gap < TOLERANCE) == (not segment.kv_mixed), gap
+        assert not segment.kv_mixed
+        assert gap < TOLERANCE
         if start:  # the first token of other weights already differs: nobody is off by one
             before = reference_logprobs(models[weights_before], PROMPT, ids)
             assert (found - before)[start].abs() > 100 * TOLERANCE
         weights_before, start = segment.weights, end
+    assert start == NUM_TOKENS
+
+
+def _judge_mixed(completion: Completion, models: dict[WeightsName, PreTrainedModel]) -> None:
+    """Each token is that of its segment's weights, on the KV that the weights before left."""
+    ids = completion.token_ids.tolist()
+    assert len(ids) == NUM_TOKENS == len(completion.behavior_logprobs)
+    assert [segment.weights for segment in completion.segments] == list(models)
+    found = torch.from_numpy(completion.behavior_logprobs)
+    inputs = torch.tensor([PROMPT + ids[:-1]])
+    kept, read, start = DynamicCache(), 0, 0
+    for number, segment in enumerate(completion.segments):
+        end = start + segment.num_tokens
+        model = models[segment.weights]
+        last = len(PROMPT) + end - 1  # its forward samples token `end` - 1
+        with torch.no_grad():
+            logits = model(input_ids=inputs[:, read:last], cache=kept).logits[0]
+        sampled = torch.tensor(ids[start:end])[:, None]
+        expected = logits[start - end :].log_softmax(-1).gather(1, sampled)[:, 0]
+        assert (found[start:end] - expected).abs().max() < TOLERANCE, segment
+        assert segment.kv_mixed == (number > 0)
+        if number:  # the first already differs from a forward that has no KV of other weights
+            alone = reference_logprobs(model, PROMPT, ids)
+            assert (found - alone)[start].abs() > 100 * TOLERANCE
+        start, read = end, last
     assert start == NUM_TOKENS

@@ -8,7 +8,7 @@ import yaml
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.generation import OnWeightUpdate
 from tests.contracts.engine.conftest import make_model, serve
-from tests.fakes.engine_station import fly_through_two_updates, station
+from tests.fakes.engine_station import fly_through_updates, station
 
 pytestmark = pytest.mark.timeout(180)  # loads a model on a busy machine
 
@@ -46,4 +46,4 @@ async def test_requests_in_flight_outlast_two_updates(
 ) -> None:
     async with station(engine_url, mode, KEYS) as at:
         incarnation = list(OnWeightUpdate).index(mode) + 1
-        await fly_through_two_updates(at, incarnation=incarnation, mode=mode)
+        await fly_through_updates(at, incarnation=incarnation, mode=mode)
