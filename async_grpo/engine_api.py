@@ -155,6 +155,12 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     nothing"""
     enable_deterministic_inference: bool = False
     """requests without a seed then all have the same one"""
+    host: str = ""
+    port: int = 0
+    random_seed: int | None = None
+    """SGLang draws one at each start: with the port it tells one process from another"""
+    instance: str = ""
+    """ours only: a new one at each start"""
     engine: str = "sglang"
     """ours adds "embedded" here"""
     vocab_size: int | None = None

@@ -110,7 +110,7 @@ class EngineSilent(GenerationError):  # noqa: N818 -- an outcome
 
 
 class EngineMisconfigured(GenerationError):  # noqa: N818 -- an outcome
-    """An engine process ended because of its configuration, as it will each time."""
+    """An engine that the configuration names can never be used: another try ends the same way."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=False)

@@ -129,6 +129,8 @@ class RewardPool(Protocol):
 class EngineClient(Protocol):
     """One inference server. Raises GenerationError; `timeout_s` is the deadline of each call."""
 
+    url: str
+
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> GenerateReply:
         """One completion."""
         ...
@@ -151,6 +153,18 @@ class EngineClient(Protocol):
 
     async def server_info(self, *, timeout_s: float) -> ServerInfo:
         """Liveness and sizes; at most one question is open at a time."""
+        ...
+
+    async def fresh_server_info(self) -> ServerInfo:
+        """The same over a connection of its own: behind a balancer each may reach another."""
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether it answers /health, as routers do too."""
+        ...
+
+    async def rename_weights(self, name: str) -> bool:
+        """Call the present weights `name`, whatever runs; False: it has no such call."""
         ...
 
     async def context_length(self) -> int | None:

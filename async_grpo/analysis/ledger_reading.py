@@ -78,6 +78,7 @@ class LedgerReading:
     tokens: Counter[str] = field(default_factory=Counter)
     evals: EvalReading = field(default_factory=EvalReading)
     publish_sequence: int = 0
+    run_token: str = ""
     num_duplicates: int = 0
     problems: list[str] = field(default_factory=list)
     _trained: set[int] = field(default_factory=set)
@@ -199,6 +200,12 @@ class LedgerReading:
                     f"step {step.step} trained {key} at staleness {staleness} > "
                     f"{self.max_staleness}"
                 )
+            newest = max((version for _, version in stored.weights), default=0)
+            if newest > step.step:
+                self._problem(
+                    f"step {step.step} trained {key} at staleness {step.step - newest}: weights "
+                    "that did not exist yet"
+                )
             off = [name for name in stored.weights if not self._on_lineage(name)]
             if off:
                 self._problem(f"step {step.step} trained {key}, sampled off-lineage by {off}")
@@ -296,6 +303,12 @@ class LedgerReading:
         if not 0 <= record["depth"] <= self.max_staleness:
             self._problem(f"depth {record['depth']} is not within 0 to {self.max_staleness}")
 
+    def name_run(self, record: Json) -> None:
+        """The token of the run; it never changes."""
+        if self.run_token:
+            self._problem(f"the run is named {record['token']}, it was {self.run_token}")
+        self.run_token = record["token"]
+
     def ignore(self, record: Json) -> None:
         """A record that the accounting does not depend on."""
 
@@ -328,6 +341,7 @@ _EVAL_READERS: dict[str, Callable[[EvalReading, Json], str]] = {
     "EvalReissued": EvalReading.reissued,
 }
 _READERS: dict[str, Callable[[LedgerReading, Json], None]] = {
+    "RunNamed": LedgerReading.name_run,
     "DatasetAgreed": LedgerReading.ignore,
     "Made": LedgerReading.made,
     "Claimed": LedgerReading.claimed,

@@ -52,6 +52,8 @@ def _compare(reading: LedgerReading, step: Step, line: Json) -> Iterable[str]:
     if line["num_tokens"] != total:
         yield f"num_tokens {line['num_tokens']}, its groups have {total}"
     ages = [group["staleness"] for group in groups.values()]
+    if min(ages, default=0) < 0:
+        yield f"staleness {min(ages)}: a token of weights that did not exist yet was trained"
     if line["max_staleness"] != max(ages, default=0):
         yield f"max_staleness {line['max_staleness']}, its groups have {max(ages, default=0)}"
     for key, group in groups.items():

@@ -6,9 +6,11 @@ attached engine is looked at before it is touched: attaching aborts whatever run
 
 import asyncio
 import logging
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from async_grpo.config.schema import Config
 from async_grpo.doctor.report import Finding, Verdict, fail, ok, skipped
@@ -33,8 +35,10 @@ from async_grpo.engine_api import ModelInfo, ServerInfo
 from async_grpo.errors import GenerationError, WeightSyncError
 from async_grpo.generation.engines import Engine
 from async_grpo.generation.handles import StartEngine
-from async_grpo.generation.handshake import shake_hands
+from async_grpo.generation.handshake import identify, shake_hands
+from async_grpo.generation.holding import ANSWER_S, BUSY_S, let_go
 from async_grpo.generation.lifecycle import EngineSlot, MakeClient
+from async_grpo.generation.names import Holder
 from async_grpo.interfaces import EngineClient
 from async_grpo.tasks.tokenizer import FastTokenizer
 
@@ -94,6 +98,9 @@ class Examination:
     ) -> None:
         self._config, self._policy = config, policy
         self._make_client, self._start, self._url = make_client, start, url
+        # the same each time, so that what an examination leaves behind is its own to clean up
+        directory = Path(config.run.output_dir).resolve()
+        self._run = f"{NAME}-{zlib.crc32(str(directory).encode()):08x}"
         self.findings: list[Finding] = []
 
     async def run(self) -> bool:
@@ -133,7 +140,8 @@ class Examination:
         """
         client = self._make_client(self._url)
         try:
-            info = await client.server_info(timeout_s=self._config.engine.control_timeout_s)
+            timeout_s = self._config.engine.control_timeout_s
+            info = await identify(client, attached=True, timeout_s=timeout_s)
             model_info, count = await client.model_info(), await _num_in_flight(client)
         except GenerationError as error:
             raise _Gone(str(error)) from error
@@ -168,9 +176,12 @@ class Examination:
             section,
             liveness_s=self._config.replay.heartbeat_s,
             on_change=changed.set,
+            run=self._run,
         )
         work = asyncio.create_task(slot.run())
-        patience_s = section.control_timeout_s + (0.0 if attached else section.start_timeout_s)
+        patience_s = section.control_timeout_s + (
+            ANSWER_S + BUSY_S if attached else section.start_timeout_s
+        )
         engine: Engine | None = None
         try:
             engine = await _first_life(slot, changed, patience_s, attached=attached)
@@ -226,9 +237,14 @@ class Examination:
         """Leave somebody's server as a run finds one: out of the update group, not paused."""
         client = self._make_client(self._url)
         try:
-            await shake_hands(
-                client, left_group=group, timeout_s=self._config.engine.control_timeout_s
+            greeted = await shake_hands(
+                client,
+                me=Holder.of(self._run, f"{NAME}/0"),
+                attached=True,
+                left_group=group,
+                timeout_s=self._config.engine.control_timeout_s,
             )
+            await let_go(client, greeted.names)
         except GenerationError as error:
             logger.warning("could not leave %s as it was: %s", self._url, error)
         finally:
@@ -287,7 +303,7 @@ async def _first_life(
     """
     try:
         async with asyncio.timeout(patience_s):
-            while slot.engine is None and not slot.failed:
+            while slot.engine is None and not slot.failed and not slot.refused:
                 changed.clear()
                 await changed.wait()
     except TimeoutError:

@@ -114,7 +114,7 @@ class Subject:
         part = part_from_reply(
             reply,
             prompt_weights=sent_under,
-            keeps_kv=self.engine.keeps_kv,
+            names=self.engine.names,
             num_late_tokens=self.engine.num_late_tokens,
         )
         if not part.token_ids:

@@ -110,7 +110,7 @@ class WeightLink:
         return Sent(
             weights,
             self._engine.checksum,
-            self._engine.keeps_kv(weights),
+            self._engine.names.keeps_kv(weights),
             time.monotonic() - started,
         )
 

@@ -8,6 +8,7 @@ disk; it goes on when none of them holds. Requests that come meanwhile are held 
 """
 
 import asyncio
+import secrets
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -59,6 +60,7 @@ class EmbeddedEngine:
 
     def __init__(self, config: Config, model: "LoadedModel") -> None:
         self._config = config
+        self._instance = secrets.token_hex(8)
         self._model = model
         self._thread = ModelThread()
         self._loader = WeightLoader(model.module, model.device, config.weights.timeout_s)
@@ -137,6 +139,7 @@ class EmbeddedEngine:
         return ServerInfo(
             version=transformers.__version__,
             engine="embedded",
+            instance=self._instance,
             max_running_requests=self._config.engine.max_running_requests,
             context_length=self.limits.context_length,
             dtype=self._config.policy.dtype.value,

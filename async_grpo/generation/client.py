@@ -31,6 +31,7 @@ from async_grpo.engine_api import (
     ServerInfo,
     UpdateFromDiskRequest,
     UpdateFromDistributedRequest,
+    UpdateVersionRequest,
     WeightsCheckerReply,
     WeightsCheckerRequest,
 )
@@ -135,6 +136,32 @@ class HttpEngineClient:
         if info.vocab_size is not None:
             self._vocab_size = info.vocab_size
         return info
+
+    async def fresh_server_info(self) -> ServerInfo:
+        """/server_info over a connection of its own: behind a balancer each may reach another."""
+        body = await self._http.call(
+            "GET", Path.SERVER_INFO, None, self._control_timeout_s, fresh=True
+        )
+        return self._http.decoded(ServerInfo, body, Path.SERVER_INFO)
+
+    async def healthy(self) -> bool:
+        """Whether it answers /health, as routers do too."""
+        try:
+            await self._http.call("GET", Path.HEALTH, None, self._control_timeout_s)
+        except GenerationError:
+            return False
+        return True
+
+    async def rename_weights(self, name: str) -> bool:
+        """Call the present weights `name`, whatever runs; False: it has no such call."""
+        request = UpdateVersionRequest(new_version=name, abort_all_requests=False)
+        try:
+            await self._repeat("POST", Path.UPDATE_VERSION, request)
+        except StatusError as error:
+            if error.status in NO_ROUTE:
+                return False
+            raise
+        return True
 
     async def context_length(self) -> int | None:
         """Longest prompt + completion, of a server whose /server_info does not tell; or None."""

@@ -6,24 +6,15 @@ by another request, whose prompt ends with that part.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from async_grpo.engine_api import GenerateReply, MetaInfo
 from async_grpo.errors import GenerationError
+from async_grpo.generation.names import GivenNames, UnknownWeights
 from async_grpo.types import Completion, FinishReason, Int32Array, Segment, WeightsName
-
-KeepsKv = Callable[[WeightsName], bool]
-"""Whether the update that brought these weights left KV entries of the weights before."""
-
-
-class UnknownWeights(GenerationError):  # noqa: N818 -- an outcome: says what the engine must get
-    """Tokens were sampled under weights that have no name of ours: the engine needs a sync."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, retryable=True)
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,7 +35,7 @@ def part_from_reply(
     reply: GenerateReply,
     *,
     prompt_weights: WeightsName,
-    keeps_kv: KeepsKv,
+    names: GivenNames,
     num_late_tokens: int = 0,
 ) -> Part:
     """The tokens in `reply`.
@@ -52,12 +43,12 @@ def part_from_reply(
     Args:
         reply: of a request with `return_logprob`.
         prompt_weights: the engine's weights when the request was sent.
-        keeps_kv: of the engine.
+        names: of the engine.
         num_late_tokens: of the engine: tokens which the weights before had sampled, and which it
             counts to those of an update that kept KV.
 
     Raises:
-        UnknownWeights: a span names no weights of ours.
+        UnknownWeights: a span names weights that the engine was not given.
         GenerationError: ids, log-probs, counts or spans disagree, or a log-prob is not finite.
     """
     meta = reply.meta_info
@@ -71,9 +62,9 @@ def part_from_reply(
     return Part(
         token_ids=reply.output_ids,
         logprobs=logprobs,
-        segments=_segments(meta, num_tokens, prompt_weights, keeps_kv, num_late_tokens)
+        segments=_segments(meta, num_tokens, prompt_weights, names, num_late_tokens)
         if meta.weight_versions
-        else [_segment_without_spans(meta, num_tokens, prompt_weights)],
+        else [_segment_without_spans(meta, num_tokens, prompt_weights, names)],
         finish_reason=None if kind == "abort" else FinishReason(kind),
     )
 
@@ -138,12 +129,14 @@ def _logprobs(reply: GenerateReply) -> list[float]:
     return logprobs
 
 
-def _segment_without_spans(meta: MetaInfo, num_tokens: int, prompt_weights: WeightsName) -> Segment:
+def _segment_without_spans(
+    meta: MetaInfo, num_tokens: int, prompt_weights: WeightsName, names: GivenNames
+) -> Segment:
     """Of a server that names only the weights of the last token: the oldest that it can have been.
 
     The log-probs are right all the same; the staleness is an upper bound.
     """
-    last = _weights(meta, meta.weight_version)
+    last = _weights(meta, meta.weight_version, names)
     return Segment(weights=prompt_weights, num_tokens=num_tokens, kv_mixed=last != prompt_weights)
 
 
@@ -151,7 +144,7 @@ def _segments(
     meta: MetaInfo,
     num_tokens: int,
     prompt_weights: WeightsName,
-    keeps_kv: KeepsKv,
+    names: GivenNames,
     num_late_tokens: int,
 ) -> list[Segment]:
     """Spans as segments; `kv_mixed` where the prefix may hold KV entries of other weights.
@@ -166,9 +159,9 @@ def _segments(
             raise _refused(
                 meta.id, f"weight span [{span.start}, {span.end}) after {position} tokens"
             )
-        weights, start = _weights(meta, span.version), position
+        weights, start = _weights(meta, span.version, names), position
         if weights != weights_before:
-            kv_mixed = keeps_kv(weights)
+            kv_mixed = names.keeps_kv(weights)
             num_recomputed += position > 0 and not kv_mixed
             start += num_late_tokens if kv_mixed else 0
         starts.append((start, weights, kv_mixed))
@@ -193,11 +186,12 @@ def _segments(
     return segments
 
 
-def _weights(meta: MetaInfo, version: str) -> WeightsName:
-    weights = WeightsName.parse(version)
-    if weights is None:
-        raise UnknownWeights(f"request {meta.id}: tokens sampled under {version!r}")
-    return weights
+def _weights(meta: MetaInfo, version: str, names: GivenNames) -> WeightsName:
+    try:
+        return names.read(version)
+    except UnknownWeights as error:
+        what = f"request {meta.id}: tokens sampled under {error}"
+        raise UnknownWeights(what, error.holder) from error
 
 
 def _refused(rid: str, problem: str) -> GenerationError:

@@ -67,8 +67,10 @@ class Connections:
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._closed = False
 
-    async def call(self, method: str, path: Path, request: Any, timeout_s: float) -> bytes:
-        """Body of a 200 reply.
+    async def call(
+        self, method: str, path: Path, request: Any, timeout_s: float, *, fresh: bool = False
+    ) -> bytes:
+        """Body of a 200 reply; `fresh`: over a connection that nothing else uses.
 
         Raises:
             StatusError: another status.
@@ -77,7 +79,7 @@ class Connections:
         """
         if self._closed:
             raise GenerationError(f"{self.url}{path}: the client is closed", retryable=True)
-        session = self._session(path)
+        session = self._session(path, fresh=fresh)
         data = None if request is None else _encode(request)
         headers = {"Content-Type": "application/json"}
         if key := self._keys.for_path(path):
@@ -136,11 +138,11 @@ class Connections:
             await session.close()
         self._sessions.clear()
 
-    def _session(self, path: Path) -> aiohttp.ClientSession:
+    def _session(self, path: Path, *, fresh: bool) -> aiohttp.ClientSession:
         """Of the calls of one sort; created here, since a session belongs to the running loop."""
         if path is Path.GENERATE:
             return self._sessions.get("samples") or self._open("samples", limit=self.num_slots)
-        if path in _NEW_CONNECTION:
+        if fresh or path in _NEW_CONNECTION:
             return self._sessions.get("new") or self._open("new", limit=0, force_close=True)
         return self._sessions.get("control") or self._open("control", limit=0)
 

@@ -5,11 +5,11 @@ believed of the next. Knows nothing of processes (`lifecycle`) or of the update 
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from enum import StrEnum
 
 from async_grpo.engine_api import ServerInfo
+from async_grpo.generation.names import GivenNames, Holder
 from async_grpo.generation.update_modes import RecomputeCost
 from async_grpo.interfaces import EngineClient
 from async_grpo.replay_parts import EngineState, EngineStatus
@@ -17,8 +17,6 @@ from async_grpo.types import WeightsName
 
 DEFAULT_SLOTS = 64
 """Requests at a time for a server that does not tell its limit."""
-REMEMBERED_UPDATES = 256
-"""Of these an engine remembers what became of the KV; a request in flight spans far fewer."""
 
 
 class UpdateKind(StrEnum):
@@ -36,6 +34,7 @@ class Engine:
         client: its connections; closed when this life ends.
         info: sizes it reported.
         on_change: called when its status changes, for heartbeats and routing.
+        names: what it calls its weights.
 
     Attributes:
         num_running: requests in flight; the router counts them.
@@ -47,6 +46,7 @@ class Engine:
         failed_update: how the update travelled that left weights which nobody knows, and ended
             this life; None: no update did.
         committed_updates: how those travelled that were committed in this life.
+        taken_by: who else drives the server, which ended this life; None: nobody.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Engine:
         client: EngineClient,
         info: ServerInfo,
         on_change: Callable[[], None],
+        names: GivenNames,
     ) -> None:
         self.engine_id = engine_id
         self.client = client
@@ -67,7 +68,8 @@ class Engine:
         self.updated_s: float | None = None
         self.failed_update: UpdateKind | None = None
         self.committed_updates: set[UpdateKind] = set()
-        self._kv_kept: OrderedDict[WeightsName, bool] = OrderedDict()
+        self.names = names
+        self.taken_by: Holder | None = None
         self._on_change = on_change
         self._state = EngineState.SYNCING
         self._ready = True
@@ -125,36 +127,25 @@ class Engine:
         """
         return 0 if self.info.disable_overlap_schedule else 1
 
-    def begin_update(self) -> None:
-        """No more requests until `commit` or `keep_weights`."""
-        self._updating = True
-        self._ready = True  # the update pauses and resumes it from now on
-        self._change(EngineState.SYNCING if self._weights is None else EngineState.PAUSED)
+    def begin_update(self, weights: WeightsName) -> None:
+        """No more requests until `commit` or `keep_weights`.
 
-    def keeps_kv(self, weights: WeightsName) -> bool:
-        """Whether requests went on under `weights` with KV of the weights before.
-
-        What is not known counts as yes.
-        """
-        return self._kv_kept.get(weights, True)
-
-    def start_probation(self, weights: WeightsName, *, kv_kept: bool) -> None:
-        """It is about to go on under `weights`; what it samples counts once the probe has passed.
+        What ends meanwhile counts once the update has ended well: if somebody else closed its
+        session, tokens were sampled from half of the weights, under the name before.
 
         Args:
-            weights: that it has received.
-            kv_kept: KV entries of the weights before, of requests or of cached prefixes, remain.
+            weights: that it is about to be sent.
         """
-        # the same weights may be sent again: then a yes stays a yes
-        self._kv_kept[weights] = kv_kept or self._kv_kept.get(weights, False)
-        while len(self._kv_kept) > REMEMBERED_UPDATES:
-            self._kv_kept.popitem(last=False)
+        self._updating = True
+        self._ready = True  # the update pauses and resumes it from now on
+        self.names.give(weights)
         self._probation = asyncio.get_running_loop().create_future()
+        self._change(EngineState.SYNCING if self._weights is None else EngineState.PAUSED)
 
     async def cleared(self) -> bool:
-        """Whether what it sampled until now may be used; waits for the verdict of a probe.
+        """Whether what it sampled until now may be used; waits for the end of an update.
 
-        The update that opened the probation gives the verdict within its own deadlines.
+        The update gives the verdict, after its probe and within its own deadlines.
         """
         if self._probation is not None and not await asyncio.shield(self._probation):
             return False
@@ -176,9 +167,15 @@ class Engine:
         self._end_update(passed=True)
         self._change(EngineState.SYNCING if self._weights is None else EngineState.SERVING)
 
-    def condemn(self, reason: str) -> None:
-        """This life is over; the slot ends it. What is in flight fails and is sampled elsewhere."""
+    def condemn(self, reason: str, *, taken_by: Holder | None = None) -> None:
+        """This life is over; the slot ends it. What is in flight fails and is sampled elsewhere.
+
+        Args:
+            reason: for people.
+            taken_by: somebody else drives the server: it must be left alone.
+        """
         if not self._condemned.done():
+            self.taken_by = taken_by
             self._condemned.set_result(reason)
         self._end_update(passed=False)
         self._change(EngineState.QUARANTINED)

@@ -5,10 +5,11 @@
           +----- back-off, engine.max_restarts an hour of service (own engines) <------+
 
 A life ends when the process exits, when /server_info goes unanswered twice, when the engine is not
-ready for too long, or when someone condemns it. A server of our own is then killed; an attached one
-is sent nothing more until it answers again. A process that ends because of its configuration is
-not started again: it would end the same way. Knows nothing of requests, of updates, or of how a
-process is started (`starts`).
+ready for too long, when its weights bear another name, or when someone condemns it. A server of our
+own is then killed; an attached one is sent nothing more until it answers again, however often. One
+that ends because of its configuration is not started again, as it would end the same way; one that
+another slot drives, or that is no engine, is not asked again. Knows nothing of requests, of
+updates, or of how a process is started (`starts`).
 """
 
 import asyncio
@@ -24,7 +25,9 @@ from async_grpo.engine_api import ServerInfo
 from async_grpo.errors import EngineMisconfigured, GenerationError
 from async_grpo.generation.engines import Engine, UpdateKind
 from async_grpo.generation.handles import EngineHandle, StartEngine
-from async_grpo.generation.handshake import shake_hands
+from async_grpo.generation.handshake import Greeted, shake_hands
+from async_grpo.generation.holding import ANSWER_S, LOOK_S, identity, let_go, watch_name
+from async_grpo.generation.names import Holder
 from async_grpo.interfaces import Clock, EngineClient
 from async_grpo.replay_parts import EngineState, EngineStatus
 from async_grpo.transport.restarts import RestartBudget
@@ -53,7 +56,9 @@ class EngineSlot:
         section: deadlines and the budget of restarts.
         liveness_s: interval of /server_info.
         on_change: called when the status changes.
+        run: token of the run, for the names of weights.
         max_failed_updates: weight updates of one kind that may fail in a row; None: any number.
+        answer_s: for the answer of another slot whose name a server bears.
         clock: seconds, of the time that engines serve.
 
     Attributes:
@@ -61,7 +66,9 @@ class EngineSlot:
         last_error: why the newest life ended, in one line.
         last_words: the same, with the end of its log.
         failed: the budget of restarts, or of failed updates, is used up, or no start can succeed.
-        misconfigured: the process ended because of its configuration.
+        misconfigured: the process ended because of its configuration, another slot drives the
+            server, or what answers is no engine.
+        refused: an attached server answers, but is not for this run as it is; it is asked again.
     """
 
     def __init__(
@@ -73,7 +80,9 @@ class EngineSlot:
         *,
         liveness_s: float,
         on_change: Callable[[], None],
+        run: str,
         max_failed_updates: int | None = None,
+        answer_s: float = ANSWER_S,
         clock: Clock = time.monotonic,
     ) -> None:
         self._name = name
@@ -83,6 +92,7 @@ class EngineSlot:
         self._liveness_s = liveness_s
         self._on_change = on_change
         self._max_failed_updates = max_failed_updates
+        self._me, self._answer_s = Holder.of(run, name), answer_s
         self._num_failed_updates: Counter[UpdateKind] = Counter()
         self._clock = clock
         self._budget = RestartBudget(section.max_restarts)
@@ -93,7 +103,7 @@ class EngineSlot:
         self._left_group = ""
         self.engine: Engine | None = None
         self.last_error = self.last_words = ""
-        self.failed = self.misconfigured = False
+        self.failed = self.misconfigured = self.refused = False
 
     def _id(self, start: int) -> str:
         return f"{self._name}#{self._process_token}-{start}"
@@ -113,12 +123,16 @@ class EngineSlot:
         backoff_s = FIRST_BACKOFF_S
         for start in itertools.count(1):
             self._next_id = self._id(start)
-            owned = True
+            handle: EngineHandle | None = None
+            served = False
             try:
-                owned, reason, served = await self._live(self._next_id)
+                handle = await self._start(self._next_id)
+                reason, served = await self._live(handle, self._next_id)
             except GenerationError as error:
-                reason, served = str(error), False
+                reason = str(error)
                 self.misconfigured = isinstance(error, EngineMisconfigured)
+                self.refused = not error.retryable
+            owned = handle is None or handle.owned
             self.last_words = f"{self._next_id}: {reason}"
             self.last_error = self.last_words.partition("\n")[0]
             logger.warning("engine %s", self.last_words)
@@ -149,38 +163,41 @@ class EngineSlot:
         if engine.failed_update is not None:
             self._num_failed_updates[engine.failed_update] += 1
 
-    async def _live(self, engine_id: str) -> tuple[bool, str, bool]:
-        """One life: (is the process ours, why it ended, whether it ever served)."""
-        handle = await self._start(engine_id)
+    async def _live(self, handle: EngineHandle, engine_id: str) -> tuple[str, bool]:
+        """One life: (why it ended, whether it ever served)."""
         client = self._make_client(handle.url)
         clean = False
         try:
-            info = await self._wait_ready(handle, client)
-            engine = Engine(engine_id, client, info, self._on_change)
-            self.engine = engine
-            logger.info("engine %s answers at %s: %s", engine_id, handle.url, _summary(info))
+            greeted = await self._wait_ready(handle, client)
+            self.refused = False
+            life = Engine(engine_id, client, greeted.info, self._on_change, greeted.names)
+            self.engine = life
+            logger.info("engine %s answers at %s: %s", engine_id, handle.url, _summary(life.info))
             self._on_change()
             answered_s = self._clock()
             try:
-                reason = await self._watch(handle, engine)
+                reason = await self._watch(handle, life)
             finally:
-                if engine.weights is not None:
+                if life.weights is not None:
                     self._budget.serve(self._clock() - answered_s)
-            return handle.owned, reason, engine.weights is not None
+            self.misconfigured = life.taken_by is not None
+            return reason, life.weights is not None
         except asyncio.CancelledError:
             clean = True
             raise
         finally:
-            if self.engine is not None:
-                self.engine.condemn("the engine ended")
-                self._left_group = self.engine.update_group
-                self._count_updates(self.engine)
-            self.engine = None
+            engine, self.engine = self.engine, None
+            if engine is not None:
+                engine.condemn("the engine ended")
+                self._left_group = engine.update_group
+                self._count_updates(engine)
+            if clean and not handle.owned and engine is not None:
+                await let_go(client, engine.names)
             # first the connections: whatever waits for an answer is sampled elsewhere at once
             await client.close()
             await (handle.terminate() if clean else handle.kill())
 
-    async def _wait_ready(self, handle: EngineHandle, client: EngineClient) -> ServerInfo:
+    async def _wait_ready(self, handle: EngineHandle, client: EngineClient) -> Greeted:
         """Wait until it takes requests; an attached server may take for ever."""
         ended = asyncio.create_task(handle.wait())
         why_last_ended = self.last_error
@@ -189,13 +206,16 @@ class EngineSlot:
         try:
             while True:
                 try:
-                    info = await shake_hands(
+                    greeted = await shake_hands(
                         client,
+                        me=self._me,
+                        attached=not handle.owned,
                         left_group=self._left_group,
                         timeout_s=self._section.control_timeout_s,
+                        answer_s=self._answer_s,
                     )
                     self.last_error = why_last_ended
-                    return info
+                    return greeted
                 except GenerationError as error:
                     if ended.done():  # result() may raise what says more
                         raise GenerationError(ended.result(), retryable=True) from error
@@ -219,6 +239,7 @@ class EngineSlot:
             asyncio.create_task(handle.wait()),
             asyncio.create_task(engine.condemned()),
             asyncio.create_task(self._unanswered(engine)),
+            asyncio.create_task(watch_name(engine, min(LOOK_S, self._liveness_s))),
         ]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -244,12 +265,14 @@ class EngineSlot:
                 continue
             try:
                 ready = await engine.client.ready()
-                await engine.client.server_info(timeout_s=self._section.control_timeout_s)
+                info = await engine.client.server_info(timeout_s=self._section.control_timeout_s)
                 failures = 0
             except GenerationError as error:
                 failures += 1
                 problem = str(error)
                 continue
+            if identity(info) != identity(engine.info):
+                return f"another process answers at its address ({identity(info)})"
             if engine.updating or ready:
                 ready_s = loop.time()
             if not engine.updating:

@@ -24,11 +24,11 @@ from async_grpo.engine_api import GenerateRequest, SamplingParams
 from async_grpo.errors import GenerationError
 from async_grpo.generation.completions import (
     Part,
-    UnknownWeights,
     join_parts,
     part_from_reply,
 )
 from async_grpo.generation.engines import Engine
+from async_grpo.generation.names import UnknownWeights
 from async_grpo.generation.routing import Place, Placement, Router
 from async_grpo.interfaces import Clock
 from async_grpo.types import Completion, FinishReason, Int32Array, Prompt, Ticket, TicketKind
@@ -211,7 +211,8 @@ class Sampler:
         assert weights is not None, "the router gives out serving engines only"
         self._check(engine, draft)
         seeded = engine.info.enable_deterministic_inference
-        request = draft.rest(rid, str(weights), seed=_seed(self._seed, rid) if seeded else None)
+        seed = _seed(self._seed, rid) if seeded else None
+        request = draft.rest(rid, engine.names.served(weights), seed=seed)
         try:
             reply = await engine.client.generate(request, timeout_s=self._section.request_timeout_s)
         except (asyncio.CancelledError, GenerationError):
@@ -229,11 +230,11 @@ class Sampler:
             return part_from_reply(
                 reply,
                 prompt_weights=weights,
-                keeps_kv=engine.keeps_kv,
+                names=engine.names,
                 num_late_tokens=engine.num_late_tokens,
             )
         except UnknownWeights as error:
-            engine.condemn(f"it lost its weights: {error}")
+            engine.condemn(f"it lost its weights: {error}", taken_by=error.holder)
             raise
 
     def _check(self, engine: Engine, draft: "_Draft") -> None:

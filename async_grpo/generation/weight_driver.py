@@ -154,10 +154,11 @@ class WeightDriver:
             order=order,
             rank_offset=rank,
             mode=mode,
+            served_name=engine.names.served(order.weights),
             timeout_s=self._timeout_s,
         )
         await self._check_names_once(engine, order, receiver)
-        engine.begin_update()
+        engine.begin_update(order.weights)
         return Update(engine, order, receiver, mode, num_tokens, directory, Laps(self._clock))
 
     async def _check_names_once(
@@ -234,7 +235,7 @@ class WeightDriver:
         engine, receiver, laps = update.engine, update.receiver, update.laps
         received = await receiver.finish()
         laps.lap("verify")
-        engine.start_probation(update.order.weights, kv_kept=received.kv_kept)
+        engine.names.received(update.order.weights, kv_kept=received.kv_kept)
         await receiver.resume()
         resumed_s = self._clock()
         gap = await receiver.probe()

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from async_grpo.config.schema import Config
-from async_grpo.errors import CodecError, ConfigError, RemoteError, RpcTimeout, VersionMismatch
+from async_grpo.errors import (
+    CodecError,
+    ConfigError,
+    PeerLost,
+    RemoteError,
+    RpcTimeout,
+    VersionMismatch,
+)
 from async_grpo.replay.sessions import wait_s
 from async_grpo.replay_api.base import Error, ErrorCode, Message
 from async_grpo.replay_api.peers import Hello, HelloReply
@@ -49,6 +56,7 @@ class Link:
         )
         self._saying_hello = asyncio.Lock()
         self._welcome: HelloReply | None = None
+        self._run_token = ""
 
     @property
     def peer(self) -> str:
@@ -69,12 +77,19 @@ class Link:
         Raises:
             VersionMismatch: code, configuration or data set differ from the server's.
             RemoteError: refused for another reason.
+            PeerLost: it serves another run than at the first hello.
             RpcTimeout: no server within `timeout_s`.
         """
         async with self._saying_hello:
             if self._welcome is None:
                 answer = await self._call(self._hello_request, (), timeout_s)
-                self._welcome = _expect(self.peer, answer, self._hello_request, HelloReply)
+                welcome = _expect(self.peer, answer, self._hello_request, HelloReply)
+                if self._run_token not in ("", welcome.run_token):
+                    raise PeerLost(
+                        f"the {self.peer} serves run {welcome.run_token} now, and this process "
+                        f"belongs to run {self._run_token}: start it again"
+                    )
+                self._welcome, self._run_token = welcome, welcome.run_token
             return self._welcome
 
     async def ask(

@@ -7,6 +7,8 @@ from the ledger. Knows what frames weigh and whether they are sane, never what t
 """
 
 import logging
+import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -44,6 +46,8 @@ TICK_S = 0.2
 _LONGEST_WAIT_S = 60.0
 _LINGER_S = 1.0
 _MAX_ROUNDS = 10_000
+_LONGEST_RUN_NAME = 24
+"""Characters of the run directory's name in a run's token."""
 
 
 @dataclass(slots=True)
@@ -74,6 +78,7 @@ class ReplayServer:
             max_tokens=config.generation.max_new_tokens,
         )
         self._sessions = Sessions(agreement_digest(config))
+        self._new_token = _new_token(Path(config.run.output_dir))
         self._store = PayloadStore()
         self._parked: list[_Asked] = []
         self._next_tick = clock()
@@ -192,7 +197,9 @@ class ReplayServer:
             logger.warning("refused %s %s: %s", hello.role, hello.name, refusal.message)
             self._rpc.reply(incoming, refusal)
             return
-        joined = Joined(hello.instance, hello.role, hello.name, hello.dataset)
+        joined = Joined(
+            hello.instance, hello.role, hello.name, hello.dataset, new_token=self._new_token
+        )
         effects = self._core.apply(joined, now)
         assert effects.reply is not None, "a hello is answered at once"
         if isinstance(effects.reply, HelloReply):
@@ -297,3 +304,9 @@ class ReplayServer:
 
     def _drop_parked(self, instance: str) -> None:
         self._parked = [other for other in self._parked if other.instance != instance]
+
+
+def _new_token(directory: Path) -> str:
+    """A name that no other run has, and that tells people which run it is."""
+    name = re.sub(r"[^A-Za-z0-9_]+", "_", directory.resolve().name)[:_LONGEST_RUN_NAME]
+    return f"{name}-{secrets.token_hex(4)}"

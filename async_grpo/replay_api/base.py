@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from async_grpo.replay_parts import Struct
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Raised by every change of a message or of the group codec; peers must agree on it."""
 
 

@@ -14,6 +14,8 @@ class HelloReply(Message, frozen=True, kw_only=True, tag="HelloReply"):
     """of the newest trainer; 0 before the first"""
     policy_version: int
     """train steps acked"""
+    run_token: str
+    """names the run's weights at engines; the same through restarts and resumes"""
     credit_bytes: int
     """bytes of inserts that one connection may have unanswered"""
     max_group_bytes: int

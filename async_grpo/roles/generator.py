@@ -60,10 +60,11 @@ async def serve(config: Config, *, name: str, config_args: list[str]) -> None:
     try:
         with witness, samples:
             await rewards.start()
-            await replay.connect()
+            welcome = await replay.connect()
             generator = Generator(
                 config,
                 name,
+                run=welcome.run_token,
                 replay=replay,
                 start_engines=start_engines,
                 make_client=partial(

@@ -61,6 +61,7 @@ class Generator:
     Args:
         config: the run's.
         name: of this generator.
+        run: token of the run.
         replay: the server.
         start_engines: one per engine slot.
         make_client: connections to an engine.
@@ -78,6 +79,7 @@ class Generator:
         config: Config,
         name: str,
         *,
+        run: str,
         replay: GeneratorReplay,
         start_engines: list[StartEngine],
         make_client: MakeClient,
@@ -108,6 +110,7 @@ class Generator:
                 config.engine,
                 liveness_s=config.replay.heartbeat_s,
                 on_change=self._on_engine_change,
+                run=run,
                 max_failed_updates=config.weights.max_failures,
                 clock=clock,
             )
@@ -259,7 +262,8 @@ class Generator:
         return RoleStatus(
             state=self._activity.state,
             detail=f"{self._runner.num_groups} groups under way",
-            last_error=counters.last_error
+            last_error=next((f"given up: {s.last_error}" for s in self._slots if s.failed), "")
+            or counters.last_error
             or self._driver.last_error
             or next((slot.last_error for slot in self._slots if slot.last_error), ""),
             metrics={
@@ -270,6 +274,8 @@ class Generator:
                 "retries": float(self._sampler.num_retries),
                 "continued": float(self._sampler.num_continued),
                 "claims_lost": float(counters.num_claims_lost),
+                "engines": float(len(self._slots)),
+                "engines_given_up": float(sum(slot.failed for slot in self._slots)),
             },
             seconds=self._activity.seconds(),
         )

@@ -14,6 +14,9 @@ from async_grpo.types import TicketKind
 
 logger = logging.getLogger(__name__)
 
+REFUSED_S = 30.0
+"""For which all engines may refuse a run that has not begun: one may still be exchanged."""
+
 
 class FirstTicket:
     """The wait for an engine, a trainer and a ticket, told aloud.
@@ -39,6 +42,7 @@ class FirstTicket:
         self._slots, self._update_error = slots, update_error
         self._timeout_s = timeout_s
         self._clock = clock
+        self._left_s = timeout_s
         self.arrived = asyncio.Event()
         self.trainer_seen = False
 
@@ -46,7 +50,8 @@ class FirstTicket:
         """Return with the first ticket; a line every `interval_s` until then.
 
         Raises:
-            PeerLost: no engine or no trainer within `timeout_s`. A full buffer is no reason.
+            PeerLost: no engine or no trainer within `timeout_s`, or all engines refuse the run for
+                `REFUSED_S`. A full buffer is no reason.
         """
         deadline = self._clock() + self._timeout_s
         while not self.arrived.is_set():
@@ -58,6 +63,10 @@ class FirstTicket:
 
     def _say(self, left_s: float) -> None:
         whom = self._waits_for()
+        if not all(slot.refused or slot.failed for slot in self._slots()):
+            self._left_s = left_s
+        elif self._left_s - left_s > REFUSED_S:
+            raise PeerLost(f"every engine refuses this run: {self._errors()}")
         if not whom:
             logger.info("waiting for a ticket: the buffer is full, or no prompt is left")
         elif left_s > 0:
@@ -68,12 +77,14 @@ class FirstTicket:
     def _waits_for(self) -> str:
         slots = self._slots()
         if all(slot.engine is None for slot in slots):
-            errors = [slot.last_error for slot in slots if slot.last_error]
-            return f"an engine to answer ({'; '.join(errors) or 'still starting'})"
+            return f"an engine to answer ({self._errors() or 'still starting'})"
         if self.trainer_seen:
             return ""
         error = self._update_error()
         return "a trainer to publish its first weights" + (f" ({error})" if error else "")
+
+    def _errors(self) -> str:
+        return "; ".join(slot.last_error for slot in self._slots() if slot.last_error)
 
 
 class Room:

@@ -139,6 +139,13 @@ class TrainLoop:
         bound = self._config.staleness.max_staleness
         masks = self._config.staleness.over_age is OverAge.mask_tokens
         for group in batch.groups:
+            newest = max(group.weights_tokens(), default=None)
+            if newest and newest.policy_version > batch.train_version:
+                raise PeerError(
+                    f"the replay server handed out group {group.group_id}/{group.attempt} of "
+                    f"{newest} for a step from version {batch.train_version}: these weights do not "
+                    "exist yet"
+                )
             deciding = (max if masks else min)(group.weights_tokens(), default=None)
             if deciding and not is_fresh(batch.train_version, deciding.policy_version, bound):
                 raise PeerError(

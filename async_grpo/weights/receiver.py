@@ -55,6 +55,7 @@ class WeightReceiver:
         order: what is to come.
         rank_offset: the engine's first rank in the update group.
         mode: what becomes of running requests.
+        served_name: what the engine is to call the weights.
         timeout_s: deadline of each collective phase, and of loading files.
     """
 
@@ -66,6 +67,7 @@ class WeightReceiver:
         order: UpdateOrder,
         rank_offset: int,
         mode: PauseMode,
+        served_name: str,
         timeout_s: float,
     ) -> None:
         self._client = client
@@ -73,6 +75,7 @@ class WeightReceiver:
         self._order = order
         self._rank_offset = rank_offset
         self._mode = mode
+        self._served_name = served_name
         self._timeout_s = timeout_s
         self._session = order.files is None
         """files are loaded without an update session"""
@@ -111,7 +114,7 @@ class WeightReceiver:
             await self._client.update_from_disk(
                 UpdateFromDiskRequest(
                     model_path=str(directory),
-                    weight_version=str(self._order.weights),
+                    weight_version=self._served_name,
                     flush_cache=False,  # a step of its own, as with buckets
                 ),
                 timeout_s=self._timeout_s,
@@ -181,7 +184,7 @@ class WeightReceiver:
             group_name=group_name,
             # a flush is a step of its own: bundled, its refusal would look like a failed bucket
             flush_cache=False,
-            weight_version=str(self._order.weights) if last else None,
+            weight_version=self._served_name if last else None,
             load_format=FLATTENED_BUCKET,
         )
 
@@ -199,7 +202,8 @@ class WeightReceiver:
             kv_kept = not await self._flush()
         with self._phase("version"):
             info = await self._client.model_info()
-        if info.weight_version != str(self._order.weights):
+        # somebody may have asked, behind a `?`, who drives it
+        if info.weight_version.partition("?")[0] != self._served_name:
             raise self._error("version", f"the engine says {info.weight_version!r}")
         with self._phase("checksum"):
             return Received(await self._client.checksum(), kv_kept)
@@ -235,7 +239,7 @@ class WeightReceiver:
             rid=f"probe-{self._order.publish_sequence}-{self._engine_id}",
             return_logprob=True,
             logprob_start_len=0,
-            extra_key=f"probe-{self._order.weights}",
+            extra_key=f"probe-{self._served_name}",
         )
         with self._phase("probe", _DEADLINE):
             reply = await self._client.generate(request, timeout_s=self._timeout_s)

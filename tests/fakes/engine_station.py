@@ -18,6 +18,7 @@ from async_grpo.config.weights import WeightsSection
 from async_grpo.engine_api import GenerateReply, GenerateRequest
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.engines import Engine
+from async_grpo.generation.names import GivenNames, Holder
 from async_grpo.generation.routing import Placement, Router
 from async_grpo.generation.sampler import GroupRequest, Sampled, Sampler
 from async_grpo.generation.update_modes import kv_tokens
@@ -142,7 +143,8 @@ async def station(
     client = Tireless(url, control_timeout_s=20, keys=keys, vocab_size=vocab_size)
     try:
         info = await client.server_info(timeout_s=20)
-        yield Station(client, Engine("e", client, info, lambda: None), mode)
+        names = GivenNames(Holder("station", "0"))
+        yield Station(client, Engine("e", client, info, lambda: None, names), mode)
     finally:
         await client.close()
 

@@ -64,6 +64,11 @@ def fake_prompt_logprobs(weights: str, token_ids: list[int]) -> list[float]:
     return [fake_logprob(weights, i, token_ids[i]) for i in range(1, len(token_ids))]
 
 
+def weights_of(version: str) -> str:
+    """`run:slot:1.107?...` names the same weights as `1.107`."""
+    return version.partition("?")[0].rpartition(":")[2]
+
+
 def fake_probe(weights: str) -> Probe:
     """The trainer's probe of these weights."""
     logprobs = fake_prompt_logprobs(weights, PROBE_IDS)
@@ -408,7 +413,8 @@ class FakeEngine:
             await self.abort_all()
         if not self._paused:
             self._retract()
-        self.weight_version = self.loaded = request.weight_version or "unversioned"
+        self.weight_version = request.weight_version or "unversioned"
+        self.loaded = weights_of(self.weight_version)
         if request.flush_cache and self._paused and not self._flushable:
             raise RequestRefused("Weights were updated, but the cache was not flushed")
         return len(self._running) if self._paused else 0
@@ -435,7 +441,7 @@ class FakeEngine:
             if fault is not Fault.WRONG_VERSION:
                 self.weight_version = request.weight_version
             if fault is not Fault.NOT_LOADED:
-                self.loaded = request.weight_version
+                self.loaded = weights_of(request.weight_version)
         if request.flush_cache and not self._flushable:
             raise RequestRefused("Weights were updated, but the cache was not flushed")
 

@@ -195,6 +195,7 @@ class World:
             self.generator = Generator(
                 self.config,
                 "gen",
+                run="run",
                 replay=self.replay,
                 start_engines=[
                     partial(self._start_engine, slot) for slot in range(self._num_engines)

@@ -29,7 +29,7 @@ async def test_groups_flow(tmp_path):
         assert group.oldest_weights() == V0
         assert 0 <= group.sampled_ago_s <= group.started_s
         calls = [call.body for call in world.engines[0].calls if call.path is Route.GENERATE][1:]
-        assert {call["extra_key"] for call in calls} == {"1.0"}
+        assert {call["extra_key"] for call in calls} == {"run:gen/0:1.0"}
         assert len({call["rid"] for call in calls}) == 20
         params = calls[0]["sampling_params"]
         assert (params["top_p"], params["top_k"], params["min_p"], params["n"]) == (1.0, -1, 0, 1)

@@ -38,7 +38,7 @@ async def test_b061_an_update_that_failed_half_way_moves_no_version(tmp_path):
         engine.fail_next(Route.UPDATE_FROM_DISTRIBUTED, Fault.REFUSE, skip=1)
         await world.replay.go(sequence)
         await world.replay.phase_of(sequence, engine_id, CellPhase.FAILED)
-        assert engine.weight_version == "1.1", "what the server says of itself"
+        assert engine.weight_version == "run:gen/0:1.1", "what the server says of itself"
         again = await next_life(world, engine_id)
         assert [status.weights for status in world.replay.engines] == [None]
         world.replay.add_tickets(1)
@@ -60,7 +60,7 @@ async def test_b062_b064_a_yes_without_weights_is_found_by_the_probe(tmp_path, i
         (engine,) = world.engines
         engine.fail_next(Route.UPDATE_FROM_DISTRIBUTED, Fault.NOT_LOADED, times=2)
         assert await world.replay.publish("1.1", [engine_id]) == [CellPhase.FAILED]
-        assert engine.weight_version == "1.1"
+        assert engine.weight_version == "run:gen/0:1.1"
         assert "probe" in world.replay.phases[-1][3]
         world.replay.add_tickets(1)
         again = await next_life(world, engine_id)
@@ -86,7 +86,8 @@ async def test_b063_no_update_leaves_cached_prefixes_to_new_requests(tmp_path, m
                 buckets_end = len(paths) - paths[::-1].index(Route.UPDATE_FROM_DISTRIBUTED)
                 assert buckets_end < paths.index(Route.FLUSH_CACHE) < paths.index(Route.CONTINUE)
             sent = [call.body for call in calls if call.path is Route.GENERATE]
-            assert {body["extra_key"] for body in sent} == {f"1.{version}", f"probe-1.{version}"}
+            served = f"run:gen/0:1.{version}"
+            assert {body["extra_key"] for body in sent} == {served, f"probe-{served}"}
         assert engine.num_flushes == (0 if mode is OnWeightUpdate.in_place else 3)
 
 

@@ -36,7 +36,7 @@ from async_grpo.training.feed import Batch
 from async_grpo.training.step import TrainStep
 from async_grpo.training.witness import StepWitness
 from async_grpo.types import DropReason, InsertOutcome, WeightsName
-from tests.fakes.fake_engine import EOS, FakeEngine, Script
+from tests.fakes.fake_engine import EOS, FakeEngine, Script, weights_of
 from tests.fakes.generator_world import FakeHandle, LetterTokenizer
 from tests.fakes.replay_harness import (
     STATUS,
@@ -102,10 +102,11 @@ async def generating(config, engine):
 
     with WitnessLog(directory.generator_log("generator-0")) as witness:
         await rewards.start()
-        await client.connect()
+        welcome = await client.connect()
         generator = Generator(
             config,
             "generator-0",
+            run=welcome.run_token,
             replay=client,
             start_engines=[start_engine],
             make_client=partial(HttpEngineClient, control_timeout_s=5.0),
@@ -201,7 +202,7 @@ async def test_life_of_a_group(config, tmp_path):
 
             # 3. Sampled: single requests with ids of their own, every parameter explicit.
             assert len({call["rid"] for call in calls}) == len(calls) == 4 * GROUP_SIZE
-            assert {call["extra_key"] for call in calls} == {"1.0"}
+            assert {weights_of(call["extra_key"]) for call in calls} == {"1.0"}
             assert all(call["sampling_params"]["n"] == 1 for call in calls)
 
             # Groups 0 and 1 go ahead and make version 1, while group 2 is in flight.
@@ -285,7 +286,7 @@ async def test_life_of_a_group(config, tmp_path):
 
             # 15. Only now its place is free, and a new group is born under the new weights.
             await engine.until(
-                lambda: "1.2" in {c.body.get("extra_key") for c in engine.calls if c.body}
+                lambda: "1.2" in {weights_of(c.body.get("extra_key", "")) for c in engine.calls}
             )
             assert (await monitor.stats()).claimed > claimed_before
 

@@ -70,12 +70,14 @@ async def test_b044_requests_in_flight_outlast_an_update(
     sent = [call for call in calls if not call["rid"].startswith("probe")]
     assert len(sent) == num_requests == len({call["rid"] for call in sent})
     for again in sent[2:]:
-        assert again["extra_key"] == "1.1"
+        assert again["extra_key"] == "run:gen/0:1.1"
         assert again["input_ids"][-2:] == TOKENS[:2]
         assert again["sampling_params"]["max_new_tokens"] == 6
     paths = [call.path for call in engine.calls]
     assert paths.count(Route.INIT_GROUP) == 1
-    assert [update.weight_version for update in engine.updates] == [None, "1.0", None, "1.1"]
+    assert [update.weight_version for update in engine.updates] == [
+        None, "run:gen/0:1.0", None, "run:gen/0:1.1",
+    ]  # fmt: skip
     assert not any(update.flush_cache for update in engine.updates)
     assert world.generator._sampler.num_retries == 0
 

@@ -18,6 +18,7 @@ from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.handles import OwnedEngine
 from async_grpo.generation.handshake import shake_hands
 from async_grpo.generation.lifecycle import EngineSlot
+from async_grpo.generation.names import Holder
 from async_grpo.generation.starts import engine_starts
 from async_grpo.replay_parts import EngineState
 from tests.contracts.engine.conftest import CONTEXT_LENGTH, VOCAB_SIZE, make_model, make_tokenizer
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 KEYS = EngineKeys("of-requests", "of-control")
 SLOTS = 8
 START_S = 360.0
+ME = Holder("run", "gen/0")
 
 
 def _config(directory: Path) -> Config:
@@ -57,6 +59,7 @@ class Running:
             config.engine,
             liveness_s=1.0,
             on_change=self._changed.set,
+            run="run",
         )
         self.task = asyncio.create_task(self.slot.run())
 
@@ -135,12 +138,12 @@ async def _check_greeting(url: str) -> None:
     await dead.begin_update()
     await dead.close()
     client = HttpEngineClient(url, vocab_size=VOCAB_SIZE, **options)
-    await shake_hands(client, left_group="never-joined", timeout_s=20.0)
+    await shake_hands(client, me=ME, attached=True, left_group="never-joined", timeout_s=20.0)
     assert await client.ready()
     await client.begin_update()  # the session before is closed, or this would be refused
     await client.end_update()
     await client.close()
     other = HttpEngineClient(url, vocab_size=VOCAB_SIZE + 1, **options)
     with pytest.raises(GenerationError, match=f"of {VOCAB_SIZE} token ids, but the policy has"):
-        await shake_hands(other, left_group="", timeout_s=20.0)
+        await shake_hands(other, me=ME, attached=True, left_group="", timeout_s=20.0)
     await other.close()

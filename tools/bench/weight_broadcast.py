@@ -46,6 +46,7 @@ from async_grpo.engine_api import GenerateRequest, SamplingParams
 from async_grpo.errors import GenerationError
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.engines import Engine
+from async_grpo.generation.names import GivenNames, Holder
 from async_grpo.generation.weight_driver import WeightDriver
 from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay.server import ReplayServer
@@ -230,7 +231,9 @@ class Bench:
         publisher = WeightPublisher(
             trainer, loop.call, config.weights, run_directory=Path(config.run.output_dir)
         )
-        engine = Engine("g/0#1", client, await client.server_info(timeout_s=60), lambda: None)
+        info = await client.server_info(timeout_s=60)
+        names = GivenNames(Holder("bench", "g/0"))
+        engine = Engine("g/0#1", client, info, lambda: None, names)
         tasks: set[asyncio.Task[None]] = set()
         driver = WeightDriver(
             generator,

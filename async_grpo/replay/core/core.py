@@ -12,7 +12,7 @@ from async_grpo.replay.core.events import Effects, Event, Joined, Received, Tick
 from async_grpo.replay.core.invariants import check_invariants
 from async_grpo.replay.core.kernel import Kernel, refuse
 from async_grpo.replay.core.members import Member
-from async_grpo.replay.core.records import DatasetAgreed, Record, Released
+from async_grpo.replay.core.records import DatasetAgreed, Record, Released, RunNamed
 from async_grpo.replay.core.settings import CoreSettings
 from async_grpo.replay.core.state import State
 from async_grpo.replay.core.tickets import Phase
@@ -242,6 +242,8 @@ class ReplayCore:
 
     def _join(self, event: Joined, now: float) -> Reply:
         kernel = self._kernel
+        if not kernel.state.run_token and event.new_token:
+            kernel.emit(RunNamed(token=event.new_token))
         if event.dataset is not None:
             agreed = kernel.state.dataset
             if agreed is None:
@@ -267,6 +269,7 @@ class ReplayCore:
         return HelloReply(
             incarnation=self.incarnation,
             policy_version=self.policy_version,
+            run_token=kernel.state.run_token,
             credit_bytes=settings.credit_bytes,
             max_group_bytes=settings.max_group_bytes,
         )

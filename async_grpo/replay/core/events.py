@@ -20,6 +20,8 @@ class Joined:
     role: Role
     name: str
     dataset: Dataset | None = None
+    new_token: str = ""
+    """the run's, if it has none yet"""
 
 
 @dataclass(slots=True, frozen=True)

@@ -95,6 +95,8 @@ def insert(kernel: Kernel, member: Member, request: Insert, now: float) -> Inser
         return refuse("an insert reached the core without a summary")
     if not invalid and summary is not None and not summary.weights_tokens:
         invalid = "no token was sampled by named weights"
+    if not invalid and summary is not None:
+        invalid = kernel.why_impossible(summary)
     if invalid or summary is None:
         kernel.drop(ticket, DropReason.INVALID, invalid)
         return InsertReply(outcome=InsertOutcome.INVALID, detail=invalid)

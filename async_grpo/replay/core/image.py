@@ -39,6 +39,7 @@ class _Image(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     accounting: Accounting
     evals: EvalBook
     dataset: Dataset | None
+    run_token: str
 
 
 def _decode_unknown(kind: Any, value: Any) -> Any:
@@ -71,6 +72,7 @@ def encode_state(state: State) -> bytes:
             accounting=state.accounting,
             evals=state.evals,
             dataset=state.dataset,
+            run_token=state.run_token,
         )
     )
 
@@ -106,6 +108,7 @@ def decode_state(image: bytes, settings: CoreSettings) -> State:
         accounting=found.accounting,
         evals=found.evals,
         dataset=found.dataset,
+        run_token=found.run_token,
     )
 
 

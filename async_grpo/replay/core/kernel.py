@@ -266,6 +266,17 @@ class Kernel:
         """Whether no token was sampled by weights that a fallen-back trainer has undone."""
         return all(self.state.versions.on_lineage(name) for name, _ in summary.weights_tokens)
 
+    def why_impossible(self, summary: GroupSummary) -> str:
+        """Why no engine of this run can have sampled the group; empty if one can."""
+        versions = self.state.versions
+        for name, _ in summary.weights_tokens:
+            if not versions.is_announced(name):
+                newest = versions.newest_announced() or "none"
+                return (
+                    f"it names weights {name}, which do not exist yet (newest announced: {newest})"
+                )
+        return ""
+
     def may_restore(self, weights: WeightsName) -> bool:
         """Whether a trainer may go on from a checkpoint of these weights."""
         return self.state.versions.restorable(weights)

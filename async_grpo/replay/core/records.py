@@ -16,6 +16,12 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all records; the class name is the tag."""
 
 
+class RunNamed(_Record, frozen=True, kw_only=True, tag="RunNamed"):
+    """The run has a token, which names its weights at engines. Once, before anything is told."""
+
+    token: str
+
+
 class DatasetAgreed(_Record, frozen=True, kw_only=True, tag="DatasetAgreed"):
     """The first generator named the dataset; all others must have the same one."""
 
@@ -185,7 +191,8 @@ class Finished(_Record, frozen=True, kw_only=True, tag="Finished"):
 
 
 Record = (
-    DatasetAgreed
+    RunNamed
+    | DatasetAgreed
     | Made
     | Claimed
     | Stored

@@ -28,6 +28,7 @@ from async_grpo.replay.core.records import (
     Record,
     Reissued,
     Released,
+    RunNamed,
     Settled,
     Stored,
     Trained,
@@ -53,6 +54,8 @@ class State:
     accounting: Accounting = field(default_factory=Accounting)
     evals: EvalBook = field(default_factory=EvalBook)
     dataset: Dataset | None = None
+    run_token: str = ""
+    """empty before the first hello"""
 
     @property
     def prompt_order(self) -> PromptOrder:
@@ -63,6 +66,10 @@ class State:
     def evolve(self, record: Record) -> None:
         """Let one fact take effect."""
         _EVOLVE[type(record)](self, record)
+
+
+def _run_named(state: State, record: RunNamed) -> None:
+    state.run_token = record.token
 
 
 def _dataset_agreed(state: State, record: DatasetAgreed) -> None:
@@ -194,6 +201,7 @@ def _finished(state: State, record: Finished) -> None:
 _EVOLVE = cast(
     dict[type, Callable[[State, Any], None]],
     {
+        RunNamed: _run_named,
         DatasetAgreed: _dataset_agreed,
         Made: _made,
         Claimed: _claimed,

@@ -38,6 +38,13 @@ class Versions:
         later = self.restore_points[weights.incarnation :]
         return all(weights.policy_version <= restored for restored in later)
 
+    def is_announced(self, weights: WeightsName) -> bool:
+        """Whether these weights can exist at an engine: nobody has them before their publish."""
+        if weights.incarnation < self.incarnation:
+            return True  # bounded by the restore points: see `on_lineage`
+        newest = self.newest_announced()
+        return newest is not None and weights <= newest
+
     def newest_announced(self) -> WeightsName | None:
         """Weights of the newest publish of this incarnation."""
         if self.announced and self.announced.incarnation == self.incarnation:

@@ -263,6 +263,20 @@ def _too_stale(files: RunFiles) -> None:
     record["summary"]["weights_tokens"] = [[[1, -1], 5]]
 
 
+def _from_the_future(files: RunFiles) -> None:
+    record = files.find("Stored", 1)
+    record["summary"]["weights_tokens"] = [[[1, 0], 2], [[1, 2], 3]]
+
+
+def _step_log_negative(files: RunFiles) -> None:
+    group = files.steps[0]["groups"][0]
+    group["staleness"] = files.steps[0]["max_staleness"] = -16
+
+
+def _named_twice(files: RunFiles) -> None:
+    files.ledger += [{"type": "RunNamed", "token": token} for token in ("x-1", "y-2")]
+
+
 def _sequence_repeats(files: RunFiles) -> None:
     files.find("Announced", 1)["publish_sequence"] = 1
 
@@ -384,6 +398,9 @@ def _fenced_incarnation_sets_the_depth(files: RunFiles) -> None:
 LIES: list[tuple[Callable[[RunFiles], None], str]] = [
     (_double_train, "trained twice on the surviving lineage"),
     (_too_stale, "at staleness 2 > 1"),
+    (_from_the_future, "at staleness -1: weights that did not exist yet"),
+    (_step_log_negative, "staleness -16: a token of weights that did not exist yet was trained"),
+    (_named_twice, "the run is named y-2, it was x-1"),
     (_sequence_repeats, "publish_sequence 1 after 1"),
     (_trained_unstored, "was never stored"),
     (_ticket_ends_twice, "must be claimed or stored, but it is attempt 1 and dropped"),

@@ -7,13 +7,19 @@ from async_grpo.engine_api import GenerateReply, MetaInfo, WeightVersionSpan
 from async_grpo.errors import GenerationError
 from async_grpo.generation.completions import (
     NOTHING,
-    UnknownWeights,
     join_parts,
     part_from_reply,
 )
+from async_grpo.generation.names import GivenNames, Holder, UnknownWeights
 from async_grpo.types import FinishReason, Segment, WeightsName
 
+HOLDER = Holder("run", "gen/0")
 V3, V4, V5 = WeightsName(1, 3), WeightsName(1, 4), WeightsName(1, 5)
+
+
+def served(name):
+    """`1.3` as the engine calls it; whole names and others' stay as they are."""
+    return f"{HOLDER}:{name}" if name[0].isdigit() else name
 
 
 def reply(ids=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), spans=(("1.3", 0, 3),), **meta):
@@ -24,17 +30,24 @@ def reply(ids=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3), spans=(("1.3", 0, 3),), **
             (logprob, token, None) for logprob, token in zip(logprobs, ids, strict=False)
         ],
         "weight_version": "1.3",
-        "weight_versions": [WeightVersionSpan(version=v, start=s, end=e) for v, s, e in spans],
-    }
-    return GenerateReply(output_ids=list(ids), meta_info=MetaInfo(**(values | meta)))
+        "weight_versions": [
+            WeightVersionSpan(version=served(v), start=s, end=e) for v, s, e in spans
+        ],
+    } | meta
+    values["weight_version"] = served(values["weight_version"])
+    return GenerateReply(output_ids=list(ids), meta_info=MetaInfo(**values))
 
 
 def part(answer, kept=(), num_late=0):
     """With the weights in `kept` requests went on with the KV they had."""
+    names = GivenNames(HOLDER)
+    for weights in (V3, V4, V5):
+        names.give(weights)
+        names.received(weights, kv_kept=weights in kept)
     return part_from_reply(
         answer,
         prompt_weights=V3,
-        keeps_kv=lambda weights: weights in kept,
+        names=names,
         num_late_tokens=num_late,
     )
 
@@ -180,3 +193,36 @@ def test_b051_b060_tokens_are_of_the_weights_that_sampled_them_whatever_was_sent
     """Sent under 1.3 as request 210, it waited until 1.4 was there."""
     made = part(reply(spans=[("1.4", 0, 3)], id="210-1-0"))
     assert made.segments == [Segment(weights=V4, num_tokens=3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("other-77:gen/0:1.3", r"'other-77:gen/0:1.3': it is driven by run other-77 .* run run"),
+        ("run:gen/1:1.3", "driven by gen/1 of this run"),
+        ("run:gen/0:1.6", "which this life of the engine was not given"),
+        ("run:gen/0:none", "which this life of the engine was not given"),
+        ("1.3", "which run run has not given it"),
+        ("default", "which run run has not given it"),
+    ],
+)
+@pytest.mark.parametrize("start", [0, 2])
+def test_no_token_is_believed_of_weights_that_this_engine_was_not_given(name, says, start):
+    """Two runs on one server: names of another run, of another slot, of versions to come."""
+    whole = f"{HOLDER}:1.3"
+    spans = [(whole, 0, start), (name, start, 3)] if start else [(name, 0, 3)]
+    answer = reply()
+    answer.meta_info.weight_versions = [
+        WeightVersionSpan(version=v, start=s, end=e) for v, s, e in spans
+    ]
+    with pytest.raises(UnknownWeights, match=says) as caught:
+        part(answer)
+    foreign = name.startswith(("other", "run:gen/1"))
+    assert (caught.value.holder is not None) == foreign
+
+
+def test_a_question_in_the_name_changes_nothing():
+    """Another run asks who drives the server, in the middle of a request."""
+    spans = [("1.3", 0, 1), ("1.3?other-77:gen/0", 1, 2), ("1.4?other-77:gen/0", 2, 3)]
+    made = segments(reply(spans=spans), {V4}, num_late=0)
+    assert made == [(V3, 1, False), (V3, 1, False), (V4, 1, True)]

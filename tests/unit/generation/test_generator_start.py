@@ -7,8 +7,12 @@ import pytest
 
 from async_grpo.config.load import load_config
 from async_grpo.errors import ConfigError, PeerLost
-from async_grpo.roles.generator_start import FirstTicket, Room
+from async_grpo.roles.generator_start import REFUSED_S, FirstTicket, Room
 from async_grpo.types import Prompt, TicketKind
+
+
+def slot_with(**state: object) -> SimpleNamespace:
+    return SimpleNamespace(**{"refused": False, "failed": False, **state})
 
 
 def waiting(
@@ -19,13 +23,15 @@ def waiting(
 
 
 async def test_without_an_engine_its_last_error_is_told():
-    slot = SimpleNamespace(engine=None, last_error="g/0#1: connection refused")
+    slot = SimpleNamespace(
+        engine=None, last_error="g/0#1: connection refused", refused=False, failed=False
+    )
     with pytest.raises(PeerLost, match=r"waited 100 s in vain for an engine .*connection refused"):
         await waiting(slot, now=101.0).wait(0.001)
 
 
 async def test_without_weights_the_trainer_is_waited_for():
-    slot = SimpleNamespace(engine=object(), last_error="")
+    slot = slot_with(engine=object(), last_error="")
     with pytest.raises(PeerLost, match=r"in vain for a trainer to publish its first weights$"):
         await waiting(slot, now=101.0).wait(0.001)
     with pytest.raises(PeerLost, match=r"publish its first weights \(g/0#1: over 5 s\)$"):
@@ -33,7 +39,7 @@ async def test_without_weights_the_trainer_is_waited_for():
 
 
 async def test_a_full_buffer_is_no_reason_to_give_up(caplog: pytest.LogCaptureFixture):
-    first = waiting(SimpleNamespace(engine=object(), last_error=""), now=1e9)
+    first = waiting(slot_with(engine=object(), last_error=""), now=1e9)
     first.trainer_seen = True
 
     class Arrives(logging.Handler):
@@ -53,11 +59,21 @@ async def test_a_full_buffer_is_no_reason_to_give_up(caplog: pytest.LogCaptureFi
 
 async def test_the_countdown(caplog: pytest.LogCaptureFixture):
     times = iter([0.0, 10.0, 200.0])
-    slot = SimpleNamespace(engine=object(), last_error="")
+    slot = slot_with(engine=object(), last_error="")
     first = FirstTicket(lambda: [slot], 100.0, lambda: next(times), str)
     with caplog.at_level(logging.INFO), pytest.raises(PeerLost):
         await first.wait(0.001)
     assert "waiting for a trainer to publish its first weights; 90 s left" in caplog.text
+
+
+async def test_engines_that_all_refuse_the_run_end_it_long_before_its_patience_does():
+    """An engine that does not come up may still come; one that says no is told at once."""
+    refusing = slot_with(engine=None, last_error="g/0#1: another vocabulary", refused=True)
+    with pytest.raises(PeerLost, match=r"every engine refuses this run: .*another vocabulary"):
+        await waiting(refusing, timeout_s=900.0, now=REFUSED_S + 1).wait(0.001)
+    starting = slot_with(engine=None, last_error="g/1#1: connection refused")
+    with pytest.raises(PeerLost, match="waited 900 s in vain"):
+        await waiting(refusing, starting, timeout_s=900.0, now=901.0).wait(0.001)
 
 
 class Prompts:

@@ -9,7 +9,8 @@ from async_grpo.engine_api import GenerateRequest, InitGroupRequest, PauseMode, 
 from async_grpo.engine_api import Path as Route
 from async_grpo.errors import GenerationError
 from async_grpo.generation.client import HttpEngineClient
-from async_grpo.generation.handshake import shake_hands
+from async_grpo.generation.handshake import SGLANG_RESERVE, shake_hands
+from async_grpo.generation.names import Holder
 from tests.fakes.fake_engine import FakeEngine
 
 REQUEST = GenerateRequest(
@@ -20,10 +21,16 @@ REQUEST = GenerateRequest(
 )
 
 
-async def greet(engine, *, left_group="", vocab_size=64):
+ME = Holder("run", "gen/0")
+
+
+async def greet(engine, *, left_group="", vocab_size=64, me=ME):
     client = HttpEngineClient(engine.url, control_timeout_s=2.0, vocab_size=vocab_size)
     try:
-        return await shake_hands(client, left_group=left_group, timeout_s=2.0)
+        greeted = await shake_hands(
+            client, me=me, attached=True, left_group=left_group, timeout_s=2.0, answer_s=0.05
+        )
+        return greeted.info
     finally:
         await client.close()
 
@@ -33,7 +40,8 @@ async def test_sizes_are_learned_from_whatever_tells_them():
     async with FakeEngine(**sizes) as ours, FakeEngine(**sizes, like_sglang=True) as real:
         for engine in (ours, real):
             info = await greet(engine)
-            assert (info.context_length, info.max_running_requests) == (512, 7)
+            reserve = 0 if engine is ours else SGLANG_RESERVE
+            assert (info.context_length, info.max_running_requests) == (512 - reserve, 7)
             assert (info.tp_size, info.dp_size, info.pp_size) == (1, 1, 1)
 
 

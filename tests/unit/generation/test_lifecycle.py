@@ -6,11 +6,12 @@ import sys
 import pytest
 
 from async_grpo.config.engine import EngineSection
-from async_grpo.engine_api import Load, ServerInfo
+from async_grpo.engine_api import Load, ModelInfo, ServerInfo
 from async_grpo.engine_api import Path as Route
 from async_grpo.errors import EngineMisconfigured, GenerationError
 from async_grpo.generation import lifecycle
 from async_grpo.generation.engines import UpdateKind
+from async_grpo.generation.handshake import SGLANG_RESERVE
 from async_grpo.generation.lifecycle import EngineSlot
 from async_grpo.generation.starts import start_announced
 from async_grpo.replay_parts import EngineState
@@ -95,7 +96,10 @@ async def test_a_cancelled_start_leaves_no_process(tmp_path):
 class Client:
     """Answers /server_info while `alive`, /ready with `is_ready`."""
 
+    url = "http://fake"
+
     def __init__(self, slot):
+        self.server = slot
         self.alive = True
         self.num_failures = 0
         self.is_ready = slot.is_ready
@@ -132,6 +136,16 @@ class Client:
 
     async def resume(self):
         self.calls.append(Route.CONTINUE)
+
+    async def fresh_server_info(self):
+        return self.server.fresh_infos.pop() if self.server.fresh_infos else self.info
+
+    async def model_info(self):
+        return ModelInfo(model_path="fake", weight_version=self.server.weight_version)
+
+    async def rename_weights(self, name):
+        self.server.weight_version = name
+        return True
 
     async def load(self):
         return Load(max_total_num_tokens=100, max_running_requests=4)
@@ -188,6 +202,8 @@ class Slot:
         self.info = ServerInfo(version="fake")
         self.owned, self.is_ready = owned, is_ready
         self.start_failures = 0
+        self.weight_version = "default"
+        self.fresh_infos = []
         self.changed = asyncio.Event()
         self.slot = EngineSlot(
             "gen/0",
@@ -198,6 +214,8 @@ class Slot:
             on_change=self.changed.set,
             max_failed_updates=max_failed_updates,
             clock=lambda: self.now,
+            run="run",
+            answer_s=0.02,
         )
         self.task = asyncio.create_task(self.slot.run())
 
@@ -227,6 +245,12 @@ class Slot:
             while not condition():
                 await self.changed.wait()
                 self.changed.clear()
+
+    def commit(self, engine, weights, sequence, checksum, kind):
+        """An update from its begin to its end; the server goes by the new name."""
+        engine.begin_update(weights)
+        self.weight_version = engine.names.served(weights)
+        engine.commit(weights, sequence, checksum, kind)
 
     async def end(self):
         self.task.cancel()
@@ -292,7 +316,7 @@ async def test_b091_one_unanswered_question_is_no_death(monkeypatch):
 async def test_liveness_is_not_judged_during_an_update(monkeypatch):
     slot = Slot(monkeypatch)
     engine = await slot.life(1)
-    engine.begin_update()
+    engine.begin_update(WeightsName(1, 0))
     slot.clients[0].alive = False
     asked = len(slot.clients[0].calls)
     for _ in range(20):
@@ -315,8 +339,7 @@ async def test_the_budget_of_restarts_ends(monkeypatch):
 async def serve_and_end(slot, number, service_s):
     """Life `number` gets weights, serves so long, and ends."""
     engine = await slot.life(number)
-    engine.begin_update()
-    engine.commit(WeightsName(1, number), number, "checksum", UpdateKind.FILES)
+    slot.commit(engine, WeightsName(1, number), number, "checksum", UpdateKind.FILES)
     slot.now += service_s
     slot.handles[number - 1].ended.set()
     await slot.until(lambda: slot.slot.engine is not engine)
@@ -359,8 +382,7 @@ async def test_broadcasts_that_fail_in_each_life_end_a_slot_whose_files_arrive(m
     slot = Slot(monkeypatch, max_restarts=9, max_failed_updates=3)
     for number in (1, 2, 3):
         engine = await slot.life(number)
-        engine.begin_update()
-        engine.commit(WeightsName(1, number), 2 * number, "checksum", UpdateKind.FILES)
+        slot.commit(engine, WeightsName(1, number), 2 * number, "checksum", UpdateKind.FILES)
         engine.failed_update = UpdateKind.BROADCAST
         engine.condemn("the broadcast failed")
         await slot.until(lambda engine=engine: slot.slot.engine is not engine)
@@ -373,8 +395,7 @@ async def test_a_broadcast_that_arrives_ends_the_row_of_failed_ones(monkeypatch)
     slot = Slot(monkeypatch, max_restarts=9, max_failed_updates=2)
     for number in (1, 2, 3):
         engine = await slot.life(number)
-        engine.begin_update()
-        engine.commit(WeightsName(1, number), number, "checksum", UpdateKind.BROADCAST)
+        slot.commit(engine, WeightsName(1, number), number, "checksum", UpdateKind.BROADCAST)
         engine.failed_update = UpdateKind.BROADCAST
         engine.condemn("the next broadcast failed")
     await slot.life(4)
@@ -387,7 +408,7 @@ async def test_an_attached_engine_is_waited_for_and_cleaned_up(monkeypatch):
     engine = await slot.life(1)
     cleanup = [Route.SERVER_INFO, Route.PAUSE, Route.END_UPDATE, Route.CONTINUE, Route.READY]
     assert slot.clients[0].calls[:7] == [*cleanup, Route.ABORT, "adopt"]
-    assert (engine.num_slots, engine.info.context_length) == (3, 50)
+    assert (engine.num_slots, engine.info.context_length) == (3, 50 - SGLANG_RESERVE)
     engine.update_group = "of-a-dead-trainer"
     engine.condemn("quarantine")
     again = await slot.life(2)
@@ -422,8 +443,7 @@ async def test_what_is_waited_for_does_not_hide_why_the_life_before_ended(monkey
 async def test_an_engine_that_is_not_ready_gets_no_requests(monkeypatch):
     slot = Slot(monkeypatch)
     engine = await slot.life(1)
-    engine.begin_update()
-    engine.commit(WeightsName(1, 0), 1, "checksum", UpdateKind.FILES)
+    slot.commit(engine, WeightsName(1, 0), 1, "checksum", UpdateKind.FILES)
     assert engine.serving
     slot.clients[0].is_ready = False
     await slot.until(lambda: not engine.serving)
@@ -451,3 +471,55 @@ async def test_a_server_that_no_update_reaches_whole_is_refused_at_once(monkeypa
     assert slot.slot.failed
     assert f"the server has {next(iter(sizes))} 2" in slot.slot.last_error
     assert slot.clients[0].calls == [Route.SERVER_INFO, "close"]
+
+
+async def test_an_attached_engine_that_refuses_is_asked_for_ever_and_says_why(monkeypatch):
+    """It is none of our starts: a wrong model that is exchanged serves again, however late."""
+    slot = Slot(monkeypatch, owned=False, max_restarts=1)
+    right = slot.info
+    slot.info = ServerInfo(version="fake", dp_size=2)
+    await slot.until(lambda: len(slot.handles) > 8)
+    assert not slot.slot.failed
+    assert slot.slot.refused
+    assert slot.slot.status.state is EngineState.QUARANTINED
+    assert "dp_size 2" in slot.slot.last_error
+    slot.info = right
+    async with asyncio.timeout(5):
+        while slot.slot.engine is None:
+            await slot.changed.wait()
+            slot.changed.clear()
+    assert not slot.slot.refused
+    await slot.end()
+
+
+@pytest.mark.parametrize("owner", ["other-77:gen/0", "run:gen/1"], ids=["a run", "its twin"])
+async def test_a_server_that_somebody_else_takes_is_given_up_for_good(monkeypatch, owner):
+    """Two that took it back from each other would never end."""
+    slot = Slot(monkeypatch, owned=False)
+    engine = await slot.life(1)
+    slot.commit(engine, WeightsName(1, 0), 1, "checksum", UpdateKind.FILES)
+    slot.weight_version = f"{owner}:1.3"
+    await asyncio.wait_for(slot.task, 5)
+    assert slot.slot.failed
+    assert slot.slot.misconfigured
+    assert f"{owner}:1.3': it is driven by" in slot.slot.last_error
+    assert len(slot.ids) == 1
+    assert slot.weight_version == f"{owner}:1.3", "left alone"
+
+
+async def test_another_process_at_the_same_address_begins_another_life(monkeypatch):
+    slot = Slot(monkeypatch, owned=False)
+    slot.info = ServerInfo(version="fake", instance="first")
+    await slot.life(1)
+    slot.clients[0].info = ServerInfo(version="fake", instance="second")
+    await slot.until(lambda: "another process answers" in slot.slot.last_error)
+    assert not slot.slot.failed
+    await slot.end()
+
+
+async def test_an_attached_server_is_left_to_the_next_one_in_order(monkeypatch):
+    slot = Slot(monkeypatch, owned=False)
+    engine = await slot.life(1)
+    slot.commit(engine, WeightsName(1, 0), 1, "checksum", UpdateKind.FILES)
+    await slot.end()
+    assert slot.weight_version == "run:gen/0:1.0:left"

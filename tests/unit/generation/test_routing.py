@@ -5,11 +5,14 @@ import pytest
 from async_grpo.engine_api import ServerInfo
 from async_grpo.generation.activity import Activity
 from async_grpo.generation.engines import Engine, UpdateKind
+from async_grpo.generation.names import GivenNames, Holder
 from async_grpo.generation.routing import Placement, Router
 from async_grpo.replay_parts import EngineState
 from async_grpo.types import WeightsName
 
 V0, V1 = WeightsName(1, 0), WeightsName(1, 1)
+
+NAMES = GivenNames(Holder("run", "gen/0"))
 
 
 class Clock:
@@ -27,7 +30,7 @@ class Fleet:
         self.router = Router(lambda: self.engines, on_change=lambda: None, clock=self.clock)
         for index, count in enumerate(slots):
             info = ServerInfo(version="fake", max_running_requests=count + 1)
-            engine = Engine(f"e{index}", None, info, self.router.dispatch)
+            engine = Engine(f"e{index}", None, info, self.router.dispatch, NAMES)
             self.engines.append(engine)
             engine.commit(V0, 1, "sum", UpdateKind.FILES)
 
@@ -76,7 +79,7 @@ async def test_room_means_a_free_slot_that_nobody_waits_for():
 
 async def test_no_request_goes_to_an_engine_under_update():
     fleet = Fleet(1, 1)
-    fleet.engines[0].begin_update()
+    fleet.engines[0].begin_update(V1)
     places = fleet.group(2)
     assert await entered(places[0]) is fleet.engines[1]
     assert places[1].waiting
@@ -119,19 +122,17 @@ async def test_utilization_is_the_share_of_slot_seconds():
     assert fleet.router.utilization() == 0.0
 
 
-async def test_an_engine_is_on_probation_between_resume_and_probe():
+async def test_an_engine_is_on_probation_from_the_begin_of_an_update_to_its_probe():
     (engine,) = Fleet(2).engines
     assert await engine.cleared()
-    engine.begin_update()
-    engine.start_probation(V1, kv_kept=False)
+    engine.begin_update(V1)
     held = asyncio.create_task(engine.cleared())
     await asyncio.sleep(0)
     assert not held.done()
     engine.commit(V1, 2, "sum", UpdateKind.FILES)
     assert await held
     assert engine.status.weights == V1
-    engine.begin_update()
-    engine.start_probation(V1, kv_kept=False)
+    engine.begin_update(V1)
     held = asyncio.create_task(engine.cleared())
     await asyncio.sleep(0)
     engine.condemn("the probe failed")
@@ -143,7 +144,7 @@ async def test_the_end_of_an_engine_is_final():
     (engine,) = Fleet(2).engines
     engine.condemn("first reason")
     engine.condemn("second reason")
-    engine.begin_update()
+    engine.begin_update(V1)
     engine.commit(V1, 2, "sum", UpdateKind.FILES)
     assert engine.status.state is EngineState.QUARANTINED
     assert not engine.status.wants_sync
@@ -168,7 +169,7 @@ async def test_activity_is_in_exactly_one_state():
     at(2)
     (place,) = fleet.group(1)
     at(3)
-    engine.begin_update()
+    engine.begin_update(V1)
     at(4)
     engine.commit(V1, 2, "sum", UpdateKind.FILES)
     at(5)

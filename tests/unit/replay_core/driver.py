@@ -105,7 +105,9 @@ class Driver:
 
     def join(self, name: str = "g", instance: str = "", dataset: Dataset | None = DATASET) -> Any:
         """A generator says hello."""
-        return self.apply(Joined(instance or f"{name}#1", Role.GENERATOR, name, dataset)).reply
+        return self.apply(
+            Joined(instance or f"{name}#1", Role.GENERATOR, name, dataset, "run-77")
+        ).reply
 
     def start_trainer(
         self, instance: str = "t#1", restored_version: int = 0, restored_incarnation: int = 0

@@ -1,4 +1,7 @@
+import pytest
+
 from async_grpo.config.staleness import OnStale
+from async_grpo.replay.core.records import Dropped
 from async_grpo.replay_api.generator import Credit, CreditReply
 from async_grpo.types import DropReason, ReissueReason, WeightsName
 from tests.unit.replay_core.driver import Driver, engine, settings
@@ -170,3 +173,18 @@ def test_message_about_a_forgotten_ticket_is_fenced() -> None:
     assert driver.end(0).fenced
     assert driver.insert(1) == "fenced"
     assert not driver.end(3).fenced
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (2, 0)], ids=["a later version", "a later trainer"])
+def test_a_group_of_weights_that_do_not_exist_yet_is_invalid(weights: tuple[int, int]) -> None:
+    """Another run drives the engine: its version 40 is not ours, which we have yet to make."""
+    driver = Driver().ready()
+    driver.claim()
+
+    assert driver.insert(0, 1, weights) == "invalid"
+    assert driver.core.stats(0.0).dropped == {DropReason.INVALID: 1}
+    (dropped,) = [record for record in driver.ledger if isinstance(record, Dropped)]
+    name = WeightsName(*weights)
+    assert dropped.detail == (
+        f"it names weights {name}, which do not exist yet (newest announced: 1.0)"
+    )

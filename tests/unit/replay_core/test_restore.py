@@ -2,6 +2,7 @@ import msgspec
 import pytest
 
 from async_grpo.replay.core.core import ReplayCore
+from async_grpo.replay.core.events import Joined
 from async_grpo.replay.core.prompt_order import PromptOrder
 from async_grpo.replay.core.records import Reissued, decode_record, encode_record
 from async_grpo.replay.core.settings import CoreSettings
@@ -10,9 +11,9 @@ from async_grpo.replay_api.generator import Watch
 from async_grpo.replay_api.peers import Leave
 from async_grpo.replay_api.publishing import WaitCell
 from async_grpo.replay_api.trainer import Fetch, Finish, Settle
-from async_grpo.replay_parts import CellPhase
+from async_grpo.replay_parts import CellPhase, Role
 from async_grpo.types import ReissueReason, WeightsName
-from tests.unit.replay_core.driver import Driver, engine, settings
+from tests.unit.replay_core.driver import DATASET, Driver, engine, settings
 
 
 def eventful() -> Driver:
@@ -37,6 +38,14 @@ def test_ledger_rebuilds_the_state_that_wrote_it() -> None:
         state.evolve(decode_record(encode_record(record)))
 
     assert state == driver.core.state
+
+
+def test_the_token_of_a_run_is_made_once_and_outlives_the_server() -> None:
+    driver = Driver()
+    assert driver.join().run_token == "run-77"
+    driver.restart()
+    welcome = driver.apply(Joined("g#2", Role.GENERATOR, "g", DATASET, "another-88")).reply
+    assert welcome.run_token == "run-77"
 
 
 def test_every_prefix_of_a_ledger_is_a_valid_state() -> None:

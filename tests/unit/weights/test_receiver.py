@@ -18,6 +18,8 @@ RENDEZVOUS = Rendezvous(
     group_name="g2", host="127.0.0.1", port=9, world_size=3, backend="gloo", fresh=True
 )
 
+SERVED = "run:gen/0:1.3"
+
 
 def order(**changes):
     bucket = BucketSpec(names=["a", "b"], dtypes=["float32"] * 2, shapes=[[2], [1]])
@@ -43,6 +45,7 @@ async def receiving(*, timeout_s=20.0, control_s=20.0, mode=PauseMode.IN_PLACE, 
             order=order(**changes),
             rank_offset=2,
             mode=mode,
+            served_name=SERVED,
             timeout_s=timeout_s,
         )
         try:
@@ -75,10 +78,10 @@ async def test_the_calls_of_an_update_in_order():
         ]  # fmt: skip
         assert engine.groups["g2"].rank_offset == 2
         assert engine.groups["g2"].world_size == 3
-        assert [update.weight_version for update in engine.updates] == [None, None, "1.3"]
+        assert [update.weight_version for update in engine.updates] == [None, None, SERVED]
         assert {update.flush_cache for update in engine.updates} == {False}
         probe = engine.calls[-1].body
-        assert probe["extra_key"] == "probe-1.3"
+        assert probe["extra_key"] == f"probe-{SERVED}"
         assert probe["logprob_start_len"] == 0
         assert probe["sampling_params"]["temperature"] == 1.0
 
