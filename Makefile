@@ -15,13 +15,16 @@ QUICKSTART_RUN := runs/quickstart
 # SGLang has an environment of its own: its torchvision would break imports of transformers in ours.
 SGLANG_VENV := .venv-sglang
 SGLANG := $(SGLANG_VENV)/.installed
+# On GPUs both have one torch (constraints-gpu.txt), else NCCL refuses to work between them.
+GPU_VENV := .venv-gpu
+SGLANG_GPU_VENV := .venv-sglang-gpu
 
 # One thread per process: several processes share the cores.
 export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart check fix docs test test-e2e test-faults sglang-env test-sglang simulate clean
+.PHONY: help setup quickstart check fix docs test test-e2e test-faults sglang-env test-sglang gpu-envs simulate clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,10 +87,25 @@ sglang-env: $(SGLANG) ## make .venv-sglang, in which a real SGLang serves on a C
 test-sglang: $(DEV) ## the engine contract and a short run on real SGLang servers (`make sglang-env`)
 	$(BIN)/pytest -q -m sglang tests/contracts/engine tests/sglang
 
+$(GPU_VENV)/.installed: pyproject.toml constraints.txt constraints-gpu.txt
+	$(PYTHON) -m venv $(GPU_VENV)
+	grep -v '^torch==' constraints.txt > $(GPU_VENV)/constraints.txt
+	$(GPU_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --constraint constraints-gpu.txt \
+	  --constraint $(GPU_VENV)/constraints.txt --editable .
+	@touch $@
+
+$(SGLANG_GPU_VENV)/.installed: constraints-gpu.txt
+	$(PYTHON) -m venv $(SGLANG_GPU_VENV)
+	$(SGLANG_GPU_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) \
+	  --constraint constraints-gpu.txt sglang
+	@touch $@
+
+gpu-envs: $(GPU_VENV)/.installed $(SGLANG_GPU_VENV)/.installed ## both environments of a machine with GPUs, with one torch
+
 simulate: $(DEV) ## 100,000 simulated schedules of crashes, delays and losses
 	$(BIN)/python -m tests.simulation.run --schedules 100000 --workers 2
 
 clean: ## remove both environments, caches and the quickstart run
-	rm -rf $(VENV) $(SGLANG_VENV) $(QUICKSTART_RUN) build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(GPU_VENV) $(SGLANG_GPU_VENV) $(QUICKSTART_RUN) build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,6 +26,9 @@ RESERVED_SERVER_ARGS = frozenset(
 reaches the ranks of one data-parallel and one pipeline-parallel replica on one machine."""
 
 
+LOOPBACK = ("127.", "localhost", "::1")
+"""How addresses begin that only this machine reaches."""
+
 RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Variable of SGLang that makes its log-probs those of another distribution."""
 
@@ -61,8 +64,10 @@ class EngineSection:
     server_args: list[str] = field(default_factory=list)
     """SGLang: further flags, as one would write them after `sglang.launch_server`."""
     device_ids: list[str] = field(default_factory=list)
-    """CUDA_VISIBLE_DEVICES of each engine, for instance ["4,5", "6,7"]; empty: every engine sees
-    what its generator sees."""
+    """Cards of each engine, for instance ["4,5", "6,7"]. A number counts among the cards that the
+    generator sees (its CUDA_VISIBLE_DEVICES, where that is set); `GPU-...` and `MIG-...` are taken
+    as they are. Empty: SGLang servers get `tensor_parallel_size` cards each, in order, without the
+    trainer's; other engines see what their generator sees."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further environment variables of engines; no secrets: the configuration is stored."""
     page_size: int = 16

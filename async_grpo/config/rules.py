@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from async_grpo.config.alarms import AlarmAction
 from async_grpo.config.algorithm import Aggregation
+from async_grpo.config.devices import card_problems, card_warnings
 from async_grpo.config.engine import EngineKind, EngineSection
 from async_grpo.config.objective import objective_warnings
 from async_grpo.config.schema import Config
@@ -119,6 +120,7 @@ def _cross_section(config: Config) -> Iterator[str]:
             "generator would start its engines on the same devices; use one generator and "
             "engine.num_engines"
         )
+    yield from card_problems(config)
     if config.generation.group_size < 2:
         yield "generation.group_size must be >= 2: a group of one has no advantage"
 
@@ -168,6 +170,7 @@ def warnings(config: Config) -> list[str]:
         max_staleness=bound,
     )
     found += _idle_engine_fields(config.engine)
+    found += card_warnings(config)
     patience_s, start_s = config.run.no_progress_timeout_s, config.engine.start_timeout_s
     starts_sglang = config.engine.kind == EngineKind.sglang and not config.engine.urls
     if starts_sglang and patience_s <= start_s:

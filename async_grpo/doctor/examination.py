@@ -55,7 +55,7 @@ _UPDATE_ADVICE = (
     "and speak the same backend (weights.backend)"
 )
 _ENGINE_ADVICE = "see the engine's log"
-_ENGINE_CHECKS = (
+ENGINE_CHECKS = (
     "reach", "vocabulary", "log-probs", "distribution", "noise floor", "text", "weights",
     "prefix cache", "spans",
 )  # fmt: skip
@@ -125,7 +125,7 @@ class Examination:
     def _skip_the_rest(self, reason: str) -> None:
         """Say of each check that was not done why not."""
         done = [finding.check for finding in self.findings]
-        for check in _ENGINE_CHECKS:
+        for check in ENGINE_CHECKS:
             if not any(name.startswith(check) for name in done):
                 self._add(skipped(check, reason))
 

@@ -9,9 +9,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from async_grpo.config.engine_keys import load_engine_keys
 from async_grpo.config.schema import Config
-from async_grpo.doctor.examination import NAME, Examination, ExaminedPolicy
+from async_grpo.devices.choice import resolve_device
+from async_grpo.doctor.examination import ENGINE_CHECKS, NAME, Examination, ExaminedPolicy
 from async_grpo.doctor.model_checks import check_model
-from async_grpo.doctor.report import Finding, Report, skipped
+from async_grpo.doctor.report import Finding, Report, Verdict, fail, ok, skipped
 from async_grpo.doctor.text_checks import (
     Texts,
     check_prompts,
@@ -19,8 +20,11 @@ from async_grpo.doctor.text_checks import (
 )
 from async_grpo.doctor.two_policies import TwoPolicies
 from async_grpo.generation.client import HttpEngineClient
+from async_grpo.generation.preflight import preflight
 from async_grpo.generation.starts import engine_starts
-from async_grpo.training.model import load_policy, resolve_device
+from async_grpo.training.model import load_policy
+
+_PREFLIGHT = "preflight"
 
 
 def run_doctor(config: Config, config_args: Sequence[str]) -> Report:
@@ -35,8 +39,12 @@ def run_doctor(config: Config, config_args: Sequence[str]) -> Report:
     """
     torch.set_num_threads(config.trainer.threads)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
-    findings: list[Finding] = []
+    findings = check_preflight(config)
+    unfit = any(finding.verdict is Verdict.FAIL for finding in findings)
     policy = _examine_policy(config, findings)
+    if unfit:
+        findings += [skipped(check, "trainer and engines do not fit") for check in ENGINE_CHECKS]
+        return Report(findings)
     keys = load_engine_keys(config.engine)
     make_client = partial(
         HttpEngineClient,
@@ -53,6 +61,21 @@ def run_doctor(config: Config, config_args: Sequence[str]) -> Report:
         unreachable |= not asyncio.run(examination.run())
         findings += examination.findings
     return Report(findings, unreachable)
+
+
+def check_preflight(config: Config) -> list[Finding]:
+    """Versions, drivers and cards of both sides; the first finding has what was compared.
+
+    Raises:
+        ConfigError: there are too few cards, or an interpreter does not answer.
+    """
+    found = preflight(config, whole_run=True)
+    if found.skipped:
+        return [skipped(_PREFLIGHT, found.skipped)]
+    figure = "; ".join([*found.sides, *(f"warning: {text}" for text in found.warnings)])
+    if not found.problems:
+        return [ok(_PREFLIGHT, figure)]
+    return [fail(_PREFLIGHT, figure, "; ".join(found.problems))]
 
 
 def _examine_policy(config: Config, findings: list[Finding]) -> ExaminedPolicy:

@@ -12,6 +12,7 @@ from transformers.generation.continuous_batching.utils import find_head_dim
 
 from async_grpo.algorithms.head import use_float32_logits
 from async_grpo.config.schema import Config
+from async_grpo.devices.choice import HIDE_CARDS_OF_ENGINES, auto_device
 from async_grpo.engine.admission import Limits
 from async_grpo.errors import ConfigError
 from async_grpo.weights.pretrained import load_pretrained
@@ -36,11 +37,11 @@ def load_model(config: Config) -> LoadedModel:
     """The policy of `config` in its dtype, on the GPU if there is one.
 
     Raises:
-        ConfigError: the model cannot be loaded, the context length does not fit it, or its
-            attention keeps what the KV cache has no room for.
+        ConfigError: the model cannot be loaded, the context length does not fit it, its attention
+            keeps what the KV cache has no room for, or there is a GPU that torch cannot use.
     """
     path = config.policy.model
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = auto_device("the embedded engine", HIDE_CARDS_OF_ENGINES)
     module = load_pretrained(path, getattr(torch, config.policy.dtype.value))
     try:
         eos_token_ids = _eos_token_ids(module, path)

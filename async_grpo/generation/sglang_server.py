@@ -70,6 +70,12 @@ def sglang_args(config: Config, port: int) -> list[str]:
     return [*args, *section.server_args]
 
 
+def server_variables(section: EngineSection, env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without what would make another interpreter find our packages."""
+    ours = set(_OF_OUR_ENVIRONMENT) - set(section.environment)
+    return {name: value for name, value in env.items() if name not in ours}
+
+
 async def start_sglang(
     config: Config, keys: EngineKeys, log: Path, env: Mapping[str, str]
 ) -> OwnedEngine:
@@ -84,8 +90,7 @@ async def start_sglang(
     Raises:
         GenerationError: no port is free, or the program cannot be started.
     """
-    ours = set(_OF_OUR_ENVIRONMENT) - set(config.engine.environment)
-    env = {name: value for name, value in env.items() if name not in ours} | {RAW_LOGPROBS: "0"}
+    env = server_variables(config.engine, env) | {RAW_LOGPROBS: "0"}
     with ExitStack() as stack:
         port = stack.enter_context(_reserved_port(config.engine.host)).getsockname()[1]
         args, key_file = sglang_args(config, port), ""

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from async_grpo.config.engine import EngineKind, EngineSection
+from async_grpo.config.engine import LOOPBACK, EngineKind, EngineSection
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.load import resolve_object
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
+from async_grpo.devices.cards import VARIABLE, look_up_all, place_engines
 from async_grpo.errors import GenerationError
 from async_grpo.generation.handles import (
     AttachedEngine,
@@ -34,10 +35,9 @@ from async_grpo.generation.handles import (
 )
 from async_grpo.generation.sglang_server import require_interpreter, start_sglang
 from async_grpo.transport.parent import start_child_async
+from async_grpo.weights.addresses import is_own_address
 
 logger = logging.getLogger(__name__)
-
-_LOOPBACK = ("127.", "localhost", "::1")
 
 
 def engine_starts(
@@ -52,12 +52,13 @@ def engine_starts(
         keys: that servers ask for; embedded ones find them by themselves.
 
     Raises:
-        ConfigError: `engine.python` cannot be run, or `engine.kind` not be imported.
+        ConfigError: `engine.python` cannot be run, `engine.kind` not be imported, or there are too
+            few cards.
     """
     section = config.engine
     if section.urls:
         return [partial(_attach, url) for url in section.urls]
-    if not section.host.startswith(_LOOPBACK) and not (keys.api or keys.admin):
+    if not section.host.startswith(LOOPBACK) and not (keys.api or keys.admin):
         logger.warning(
             "engines listen on %s without a key: whoever reaches them can replace their weights; "
             "set engine.api_key_file and engine.admin_api_key_file",
@@ -66,10 +67,23 @@ def engine_starts(
     directory = RunDirectory(Path(config.run.output_dir))
     logs = [directory.role_log(f"{name}.engine{slot}") for slot in range(section.num_engines)]
     start = _starter(section, config_args)
+    cards = dict(enumerate(cards_of_engines(config)))
     return [
-        partial(_start, start, config, keys, log, engine_environment(section, slot))
+        partial(_start, start, config, keys, log, engine_environment(section, cards.get(slot)))
         for slot, log in enumerate(logs)
     ]
+
+
+def cards_of_engines(config: Config) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each engine of a generator here; empty: as the generator's own.
+
+    Raises:
+        ConfigError: a card is not there, or there are too few.
+    """
+    (device_ids,) = place_engines(
+        config, os.environ, trainer_here=is_own_address(config.weights.host)
+    )
+    return look_up_all(device_ids, config.engine, os.environ)
 
 
 def _starter(section: EngineSection, config_args: Sequence[str]) -> StartServer:
@@ -82,12 +96,15 @@ def _starter(section: EngineSection, config_args: Sequence[str]) -> StartServer:
     return found
 
 
-def engine_environment(section: EngineSection, slot: int) -> dict[str, str]:
-    """Environment variables of the engine in `slot`."""
-    variables = {**os.environ, **section.environment}
-    if section.device_ids:
-        variables["CUDA_VISIBLE_DEVICES"] = section.device_ids[slot]
-    return variables
+def engine_environment(section: EngineSection, devices: str | None = None) -> dict[str, str]:
+    """Environment variables of an engine.
+
+    Args:
+        section: the variables that it names.
+        devices: its cards as CUDA_VISIBLE_DEVICES; None: those of this process.
+    """
+    cards = {} if devices is None else {VARIABLE: devices}
+    return {**os.environ, **section.environment, **cards}
 
 
 async def _attach(url: str, engine_id: str) -> EngineHandle:
@@ -103,7 +120,9 @@ async def _start(
     env: Mapping[str, str],
     engine_id: str,
 ) -> EngineHandle:
-    logger.info("engine %s: starting (%s); its log is %s", engine_id, config.engine.kind, log)
+    kind, cards = config.engine.kind, env.get(VARIABLE)
+    on = f" on card {cards}" if cards else ""
+    logger.info("engine %s: starting (%s)%s; its log is %s", engine_id, kind, on, log)
     return await start(config, keys, log, env)
 
 

@@ -4,6 +4,7 @@ Figures are worst cases (every completion at full length); measured ones are in 
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -13,13 +14,16 @@ from typing import Any
 from async_grpo.algorithms.staleness import worst_case
 from async_grpo.config import objective_text
 from async_grpo.config.alarms import AlarmAction, AlarmsSection
+from async_grpo.config.devices import starts_on_cards
 from async_grpo.config.eval import EvalSection
 from async_grpo.config.load import agreement_digest, to_yaml
 from async_grpo.config.policy import DType
 from async_grpo.config.rules import group_bytes_bound, least_depth, max_groups, warnings
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import DEFAULT_TARGET_ESS, Controller
+from async_grpo.devices.cards import placement
 from async_grpo.errors import ConfigError
+from async_grpo.weights.addresses import is_own_address
 
 _ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float64: 8}
 _STATE_COPIES = 4
@@ -66,6 +70,9 @@ def _derived(config: Config) -> Iterator[tuple[str, str]]:
     if config.eval.every:
         yield "evaluation", _evaluation(config.eval)
     yield "whole run", f"{config.run.num_train_steps * per_step:,} groups trained"
+    if starts_on_cards(config.engine):
+        here = is_own_address(config.weights.host)
+        yield "cards", placement(config, os.environ, trainer_here=here)
     yield from _model(config)
     yield "digest", f"{agreement_digest(config)} (equal on all roles of a run)"
 

@@ -169,6 +169,10 @@ def _generator(args: argparse.Namespace) -> ExitCode:
         raise ConfigError(f"--name {name!r} may hold letters, digits, '.', '_' and '-' only")
     config = _load(args)
     _require(config, name if alone else "", tokenizer=True)
+    if alone:  # else `run` has done so
+        from async_grpo.generation.preflight import preflight
+
+        preflight(config, whole_run=False).require(logging.getLogger(__name__).info)
     from async_grpo.roles import generator
 
     generator.main(config, name=name, config_args=[args.config, *args.overrides])

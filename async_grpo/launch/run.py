@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,9 @@ from async_grpo.config.load import load_config
 from async_grpo.config.resume import resume_problems
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
+from async_grpo.devices.cards import place_engines
 from async_grpo.errors import ConfigError, ExitCode
+from async_grpo.generation.preflight import preflight
 from async_grpo.launch.alone import (
     forget_start,
     holds_run,
@@ -61,7 +64,24 @@ def run(config: Config, *, resume: bool = False) -> ExitCode:
         require_model(config, tokenizer=True)
     with hold_directory(directory):
         take_directory(directory, config, resume=resume)
+        _require_fit(config, directory)
         return _run_in(directory, config)
+
+
+def _require_fit(config: Config, directory: RunDirectory) -> None:
+    """Say and write down what trainer and engines compute with.
+
+    Raises:
+        ConfigError: they do not fit each other or the cards.
+    """
+    found = preflight(config, whole_run=True)
+    with directory.role_log("preflight").open("a", encoding="utf-8") as log:
+
+        def tell(line: str) -> None:
+            say(line)
+            print(line, file=log)
+
+        found.require(tell)
 
 
 def _run_in(directory: RunDirectory, config: Config) -> ExitCode:
@@ -126,10 +146,11 @@ def run_commands(config: Config, directory: RunDirectory) -> RunCommands:
 
     def others(address: str) -> list[RoleCommand]:
         trainer_threads, engine_threads = config.trainer.threads, config.engine.threads
-        names = [f"generator-{index}" for index in range(config.launch.num_generators)]
         generators = [
-            command(name, "generator", ["--name", name], address=address, threads=engine_threads)
-            for name in names
+            command(
+                name, "generator", ["--name", name, *cards], address=address, threads=engine_threads
+            )
+            for name, cards in _generators(config)
         ]
         trainer = command(TRAINER, TRAINER, [], address=address, threads=trainer_threads)
         return [*generators, trainer]
@@ -146,6 +167,21 @@ def _replay_start_s(ledger: Path) -> float:
     """Enough to read every record of the ledger, should its snapshot be of no use."""
     num_bytes = ledger.stat().st_size if ledger.exists() else 0
     return START_S + num_bytes / LEDGER_BYTES_PER_S
+
+
+def _generators(config: Config) -> Iterator[tuple[str, list[str]]]:
+    """Name of each generator, and what it is told of its cards where several would take the same.
+
+    Raises:
+        ConfigError: there are too few cards.
+    """
+    count = config.launch.num_generators
+    placed = place_engines(config, os.environ, trainer_here=True, num_generators=count)
+    for index, device_ids in enumerate(placed):
+        own: list[str] = []
+        if count > 1 and device_ids:
+            own = [f"engine.device_ids={json.dumps(device_ids)}", "launch.num_generators=1"]
+        yield f"generator-{index}", own
 
 
 @contextmanager

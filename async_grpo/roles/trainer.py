@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
+from async_grpo.devices.choice import resolve_device
 from async_grpo.errors import ConfigError, PeerError
 from async_grpo.interfaces import TrainerReplay
 from async_grpo.metrics.states import StateClock
@@ -32,7 +33,7 @@ from async_grpo.training.checkpointing import INITIAL, Checkpointer
 from async_grpo.training.control import Control
 from async_grpo.training.evaluations import EvaluationFeed
 from async_grpo.training.feed import FeedSettings, GroupFeed, LoopThread
-from async_grpo.training.model import PolicyModel, load_policy, resolve_device, save_policy
+from async_grpo.training.model import PolicyModel, load_policy, save_policy
 from async_grpo.training.progress import Progress
 from async_grpo.training.self_test import check_model
 from async_grpo.training.step import TrainStep

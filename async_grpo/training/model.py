@@ -146,23 +146,6 @@ def _again_in_backward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto`: cuda if there is one, else cpu.
-
-    Raises:
-        ConfigError: no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"trainer.device: {error}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.device is {name!r}, but there is no CUDA device")
-    return device
-
-
 def load_policy(
     policy: PolicySection,
     settings: TrainerSection,

@@ -36,3 +36,12 @@ def require_own_address(field: str, host: str) -> None:
             f"{field}: cannot listen at {host}: {error.strerror}; give an address of the trainer's "
             "machine that the others can reach"
         ) from error
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
+    try:
+        listening_socket(host).close()
+    except OSError:
+        return False
+    return True

@@ -123,6 +123,7 @@ def test_a_sound_engine_passes_every_check(practice: Practice) -> None:
     assert failed(report) == []
     assert report.exit_code is ExitCode.OK
     assert verdicts(report) == {
+        "preflight": Verdict.SKIPPED,
         "packing": Verdict.OK, "head": Verdict.OK, "tokenizer": Verdict.OK, "prompts": Verdict.OK,
         "reach": Verdict.OK, "vocabulary": Verdict.OK, "log-probs, T=1": Verdict.OK,
         "log-probs, T=0.7": Verdict.OK, "distribution": Verdict.OK, "noise floor": Verdict.OK,

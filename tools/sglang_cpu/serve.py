@@ -71,7 +71,7 @@ async def _serve(config: Config, log: Path) -> int:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     keys = load_engine_keys(config.engine)
-    server = await start_sglang(config, keys, log, engine_environment(config.engine, slot=0))
+    server = await start_sglang(config, keys, log, engine_environment(config.engine))
     client = HttpEngineClient(
         server.url, control_timeout_s=config.engine.control_timeout_s, keys=keys
     )

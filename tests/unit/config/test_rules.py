@@ -101,6 +101,40 @@ def test_two_generators_do_not_start_engines_on_the_same_devices(base: Path) -> 
     assert problem.startswith("engine.device_ids with launch.num_generators (2): every generator")
 
 
+def test_an_engine_does_not_name_a_card_twice(base: Path) -> None:
+    two_ranks = [*SGLANG, "engine.tensor_parallel_size=2"]
+    (problem,) = problems_of(base, *two_ranks, "engine.device_ids=['1, 1']")
+    assert problem == "engine.device_ids: '1, 1' names card 1 twice"
+
+
+def test_nccl_is_not_given_a_card_of_trainer_and_engine(base: Path) -> None:
+    shared = [*SGLANG, "engine.device_ids=['0']"]
+    for device in ("auto", "cuda", "cuda:0"):
+        (problem,) = problems_of(base, *shared, "weights.backend=nccl", f"trainer.device={device}")
+        assert problem.startswith(
+            f"engine.device_ids: card 0 is the trainer's too (trainer.device={device}), and NCCL "
+            "refuses a shared card"
+        )
+    for fine in (
+        "weights.backend=gloo", "weights.backend=auto", "weights.transport=http",
+        "weights.transport=disk", "trainer.device=cuda:1", "trainer.device=cpu",
+        "weights.host=10.0.0.1", "engine.environment.CUDA_VISIBLE_DEVICES='1,2'",
+    ):  # fmt: skip
+        load_config(base, [*shared, "weights.backend=nccl", fine])
+
+
+def test_two_engines_of_a_cell_do_not_share_a_card_under_nccl(base: Path) -> None:
+    shared = [*SGLANG, "engine.num_engines=2", "engine.device_ids=['1','1']"]
+    nccl = [*shared, "weights.backend=nccl"]
+    (problem,) = problems_of(base, *nccl, "weights.engines_per_cell=2")
+    assert problem.startswith("engine.device_ids: two engines have card 1, and NCCL refuses a")
+    for apart in ([*nccl, "weights.engines_per_cell=1"], [*shared, "weights.backend=gloo"]):
+        assert [text for text in warnings(load_config(base, apart)) if "device_ids" in text] == [
+            "engine.device_ids: two engines have card 1; each takes its --mem-fraction-static of "
+            "the memory that is free when it starts"
+        ]
+
+
 def test_no_publish_means_no_progress(base: Path) -> None:
     load_config(base, ["weights.publish_every=3"])
     (problem,) = problems_of(base, "weights.publish_every=4")

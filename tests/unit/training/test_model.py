@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from async_grpo.config.policy import DType, PolicySection
 from async_grpo.config.trainer import TrainerSection
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.training.model import PolicyModel, load_policy, resolve_device, save_policy
+from async_grpo.training.model import PolicyModel, load_policy, save_policy
 from async_grpo.training.self_test import check_model
 from async_grpo.training.weight_source import PolicyWeights
 from tests.fakes.tiny_policy import tiny_module, tiny_policy
@@ -106,8 +106,6 @@ def test_a_frozen_policy_needs_no_gradient(tmp_path):
 def test_what_cannot_be_loaded_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match=r"policy\.model: cannot load"):
         load_policy(PolicySection(model=str(tmp_path)), SETTINGS, CPU)
-    with pytest.raises(ConfigError, match=r"trainer\.device"):
-        resolve_device("warp9")
 
 
 def test_weights_are_named_once_and_the_probe_follows_them():
