@@ -169,6 +169,12 @@ def warnings(config: Config) -> list[str]:
         updates_per_step=config.trainer.updates_per_step,
         max_staleness=bound,
     )
+    if config.task.name == "jsonl" and config.task.chat_template and not config.task.reward:
+        found.append(
+            "task.reward is left to jsonl, whose own wants the whole completion to be the answer: "
+            "a model that chats or reasons earns 0 with every one, and then no group has a signal; "
+            "for instance task.reward=async_grpo.tasks.rewards:boxed_answer"
+        )
     found += _idle_engine_fields(config.engine)
     found += card_warnings(config)
     patience_s, start_s = config.run.no_progress_timeout_s, config.engine.start_timeout_s

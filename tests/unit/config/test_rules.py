@@ -220,8 +220,15 @@ def test_a_good_configuration_has_no_warning(base: Path) -> None:
         (["engine.server_args=['--x']"], "engine.server_args has no effect with engine.kind: em"),
         (["staleness.min_fresh_fraction=0.9"], "staleness.min_fresh_fraction has no effect"),
         (["policy.maker_options.a=1"], "policy.maker_options has no effect"),
+        (["task.name=jsonl", "task.chat_template=true"], "task.reward is left to jsonl, whose own"),
     ],
 )
 def test_what_is_unwise_is_a_warning(base: Path, overrides: list[str], expected: str) -> None:
     (warning,) = warnings(load_config(base, overrides))
     assert expected in warning
+
+
+def test_a_reward_or_plain_completions_make_exact_answers_possible(base: Path) -> None:
+    chat = ["task.name=jsonl", "task.chat_template=true"]
+    assert warnings(load_config(base, [*chat, "task.reward=mine:reward"])) == []
+    assert warnings(load_config(base, ["task.name=jsonl"])) == []
