@@ -104,6 +104,7 @@ class GeneratedStats(Struct, frozen=True, kw_only=True):
     """What the generators finished since the previous draw; trained or not."""
 
     num_groups: int = 0
+    """with figures: of a group whose reward or generation failed, only `dropped` tells"""
     num_completions: int = 0
     num_tokens: int = 0
     reward_sum: float = 0.0

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.launch.standard_streams import heard_or_not
-from async_grpo.launch.status import doing, utilization
+from async_grpo.launch.status import doing, dropped_groups, utilization
 from async_grpo.launch.supervisor import REPLAY
 from async_grpo.replay_api.peers import PeerView, StatsReply
 from async_grpo.replay_parts import Role
@@ -116,10 +116,9 @@ def _speed(picture: Picture) -> Text:
 def _buffer(picture: Picture) -> RenderableType:
     stats = picture.stats
     share = stats.stored_bytes / stats.max_bytes if stats.max_bytes else 0.0
-    dropped = sum(stats.dropped.values())
     groups = f"{stats.claimed} claimed, {stats.stored} stored, {stats.leased} leased"
     return Group(
-        _line("groups", f"{groups}; {stats.trained} trained, {dropped} dropped"),
+        _line("groups", f"{groups}; {stats.trained} trained, {dropped_groups(stats.dropped)}"),
         _line("buffer", f"{_bar(share)} {share:.0%} of {stats.max_bytes / 2**20:,.0f} MiB"),
     )
 

@@ -6,7 +6,7 @@ Reads only; a run does not depend on it.
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from async_grpo.errors import PeerError
 from async_grpo.interfaces import Clock
 from async_grpo.replay_api.peers import PeerView, StatsReply
 from async_grpo.replay_parts import Role, RoleStatus
+from async_grpo.types import DropReason
 
 _TAIL_BYTES = 65536
 
@@ -136,9 +137,16 @@ def format_status(
     mebibytes = stats.stored_bytes / 2**20
     parts.append(
         f"groups {stats.claimed} claimed, {stats.stored} stored ({mebibytes:.1f} MiB), "
-        f"{stats.leased} leased, {sum(stats.dropped.values())} dropped"
+        f"{stats.leased} leased, {dropped_groups(stats.dropped)}"
     )
     return " | ".join(parts)
+
+
+def dropped_groups(dropped: Mapping[DropReason, int] | Mapping[str, int]) -> str:
+    """How many groups ended untrained, and why, the most frequent reason first."""
+    reasons = sorted(dropped.items(), key=lambda item: -item[1])
+    why = ", ".join(f"{num_groups} {reason}" for reason, num_groups in reasons if num_groups)
+    return f"{sum(dropped.values())} dropped" + (f" ({why})" if why else "")
 
 
 _BUSY = ("working", "generating")

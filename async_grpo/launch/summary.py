@@ -9,7 +9,7 @@ from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.errors import ExitCode
 from async_grpo.launch.alone import holds_run
-from async_grpo.launch.status import read_metrics, utilization
+from async_grpo.launch.status import dropped_groups, read_metrics, utilization
 from async_grpo.launch.supervisor import Outcome
 from async_grpo.replay_parts import RoleStatus
 
@@ -102,15 +102,10 @@ def _busy(last_seen: Mapping[str, RoleStatus]) -> list[str]:
 
 
 def _books(report: AuditReport) -> list[str]:
-    figures = report.to_json()
-    dropped, reissued = figures["dropped"], figures["reissued"]
     lines = [
-        f"  groups       {figures['tickets']} tickets = {figures['trained']} trained + "
-        f"{_total(dropped)} dropped + {figures['open']} open; {_total(reissued)} reissued",
+        f"  groups       {report.tickets} tickets = {report.trained} trained + "
+        f"{dropped_groups(report.dropped)} + {report.open} open; "
+        f"{sum(report.reissued.values())} reissued",
         f"  audit        {'ok' if report.ok else 'NOT OK'}",
     ]
-    return lines + [f"    {problem}" for problem in figures["problems"]]
-
-
-def _total(count: Any) -> int:
-    return sum(count.values()) if isinstance(count, dict) else int(count)
+    return lines + [f"    {problem}" for problem in report.problems]

@@ -40,6 +40,7 @@ class DrawReply(Message, frozen=True, kw_only=True, tag="DrawReply"):
 
     groups: list[LeasedGroup] = []
     generated: GeneratedStats = GeneratedStats()
+    """since the draw before; without groups: until now, and told again with the next ones"""
     wishes: list[str] = []
     """engine ids that want the current weights; only when there are no groups"""
 

@@ -21,7 +21,7 @@ from async_grpo.replay_api.base import ErrorCode
 from async_grpo.replay_api.trainer import DrawReply
 from async_grpo.replay_parts import GeneratedStats, LeasedGroup, RoleStatus
 from async_grpo.transport.waiting import saying
-from async_grpo.types import RolloutGroup
+from async_grpo.types import DropReason, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,8 @@ class GroupFeed:
         self._wishes: list[str] = []
         self._carried = GeneratedStats()
         """of draws that were given up, so that no average forgets them"""
+        self._undrawn = GeneratedStats()
+        """since the newest draw, as the server last told"""
         self._tasks: list[asyncio.Future[None]] = []
         self._stopping = False
 
@@ -178,12 +180,9 @@ class GroupFeed:
             with saying("groups from generators", timeout_s, "run.no_progress_timeout_s"):
                 item = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
-            wishes = self._wishes
-            waiting = "no engine wishes for weights: do generators run, and do groups finish?"
-            if wishes:
-                waiting = f"engines {', '.join(wishes)} still wish for weights"
             raise PeerLost(
-                f"the replay server handed out no groups within {timeout_s:.0f} s; {waiting}"
+                f"the replay server handed out no groups within {timeout_s:.0f} s; "
+                f"{self._why_none()}"
             ) from None
         if isinstance(item, _Failed):
             raise item.error
@@ -192,6 +191,14 @@ class GroupFeed:
         self._loop.post(self._ahead.release)
         item.taken_s = self._clock()
         return item
+
+    def _why_none(self) -> str:
+        known = [dropped_text(add_stats(self._carried, self._undrawn))]
+        if self._wishes:
+            known.append(f"engines {', '.join(self._wishes)} still wish for weights")
+        return "; ".join(filter(None, known)) or (
+            "no engine wishes for weights: do generators run, and do groups finish?"
+        )
 
     def acked(self, draw_number: int) -> None:
         """The draw is trained and acknowledged: it is held no longer."""
@@ -244,7 +251,9 @@ class GroupFeed:
             reply = await self._replay.draw(number, version)
             self._wishes = reply.wishes
             if reply.groups:
+                self._undrawn = GeneratedStats()
                 break
+            self._undrawn = reply.generated
             if reply.wishes:
                 self._on_wishes()
                 await asyncio.sleep(_WISH_PAUSE_S)
@@ -278,6 +287,38 @@ class GroupFeed:
                     f"got {group.group_id}/{group.attempt}"
                 )
         return groups
+
+
+_ADVICE = {
+    DropReason.NO_SIGNAL: "every completion of such a group got the same reward: look at "
+    "task.reward, task.unparseable_reward and generation.max_new_tokens",
+    DropReason.REWARD_FAILED: "completions got no reward: look at the last error of the "
+    "generators, task.reward and task.unparseable_reward",
+    DropReason.GENERATION_FAILED: "requests failed too often: look at the last error of the "
+    "generators",
+    DropReason.STALE: "look at staleness.max_staleness, and at the length of completions",
+    DropReason.INVALID: "the replay server refused them: look at the logs of the generators",
+}
+
+
+def dropped_text(stats: GeneratedStats) -> str:
+    """What became of groups that ended untrained, and where to look; empty if none did.
+
+    Example: `412 of 412 groups ended as no_signal, mean reward 0.000: every completion of ...`
+    """
+    if not stats.dropped:
+        return ""
+    # a group that ends without figures (its reward failed) is in no total but `dropped`
+    counted = sum(n for reason, n in stats.dropped.items() if stats.dropped_completions.get(reason))
+    num_ended = sum(stats.dropped.values()) + max(0, stats.num_groups - counted)
+    parts = []
+    for reason, num_groups in sorted(stats.dropped.items(), key=lambda item: -item[1]):
+        part = f"{num_groups} of {num_ended} groups ended as {reason.value}"
+        if num_completions := stats.dropped_completions.get(reason):
+            mean = stats.dropped_rewards.get(reason, 0.0) / num_completions
+            part += f", mean reward {mean:.3f}"
+        parts.append(f"{part}: {_ADVICE[reason]}")
+    return "; ".join(parts)
 
 
 def add_stats(first: GeneratedStats, second: GeneratedStats) -> GeneratedStats:

@@ -198,21 +198,26 @@ FAILED = "last error of generator-0: group"
 # has started.
 WRONG_REWARDS = [
     Mistake("a reward that raises, always", "run @ task.reward=mine:raises", 3,
-            (FAILED, "completions: error (prompt", "ValueError: on purpose", NO_GROUPS)),
+            (FAILED, "completions: error (prompt", "ValueError: on purpose", NO_GROUPS,
+             "groups ended as reward_failed: completions got no reward")),
     Mistake("a reward that hangs, always",
             "run @ task.reward=mine:hangs task.reward_timeout_s=0.2", 3,
-            (FAILED, "no reward within 0.2 s", NO_GROUPS,
-             "do generators run, and do groups finish?", "last error   generator-0")),
+            (FAILED, "no reward within 0.2 s", NO_GROUPS, "last error   generator-0")),
     Mistake("a reward that is no number, always", "run @ task.reward=mine:no_number", 3,
             (FAILED, "returned nan, which is not finite", NO_GROUPS)),
 ]  # fmt: skip
+UNEARNED = Mistake(
+    "a reward that no completion earns",
+    "run @ task.reward=mine:never algorithm.zero_variance=drop", 3,
+    ("no_signal)", NO_GROUPS, "groups ended as no_signal, mean reward 0.000: every completion of "
+     "such a group got the same reward: look at task.reward", "no_signal) + "))  # fmt: skip
 SHORT_LIST = Mistake(
     "an engine that answers lists of the wrong length", "run @ engine.urls=[$]", 3,
     (FAILED, "log-probs, completion_tokens", NO_GROUPS))  # fmt: skip
 NULL_LOGPROB = Mistake(
     "an engine whose log-probs are no numbers", "run @ engine.urls=[$]", 3,
     (FAILED, "refused: the log-prob at", "is None", NO_GROUPS))  # fmt: skip
-IN_A_RUN = [*WRONG_REWARDS, SHORT_LIST, NULL_LOGPROB]
+IN_A_RUN = [*WRONG_REWARDS, UNEARNED, SHORT_LIST, NULL_LOGPROB]
 
 EVERYTHING = [*CONFIGURATION, *MODEL_AND_TASK, *PEERS, *BESIDE_A_SERVER, *AT_AN_ENGINE, *IN_A_RUN]
 

@@ -14,7 +14,7 @@ from real_run import RealRun
 from safetensors.torch import load_file, save_file
 
 from async_grpo.analysis.audit import AuditReport
-from tests.e2e.mistakes import NULL_LOGPROB, SHORT_LIST, WRONG_REWARDS, Mistake
+from tests.e2e.mistakes import NULL_LOGPROB, SHORT_LIST, UNEARNED, WRONG_REWARDS, Mistake
 from tests.fakes import bad_rewards
 from tests.fakes.lying_engine import Lie, LyingEngine, null_logprob, short_list
 
@@ -71,6 +71,13 @@ async def test_a_reward_that_is_never_right(real_run: RealRun, mistake: Mistake)
     shutil.copy(bad_rewards.__file__, real_run.root / "mine.py")
     report = await assert_told(real_run, mistake)
     assert set(report.dropped) == {"reward_failed"}
+
+
+async def test_a_reward_that_no_completion_earns(real_run: RealRun) -> None:
+    """Engines work and groups finish, all of them tied: the status line says so long before."""
+    shutil.copy(bad_rewards.__file__, real_run.root / "mine.py")
+    report = await assert_told(real_run, UNEARNED)
+    assert set(report.dropped) == {"no_signal"}
 
 
 async def test_a_reward_that_is_sometimes_wrong_costs_those_groups(real_run: RealRun) -> None:

@@ -61,6 +61,10 @@ def no_number(completion, answer, metadata):
     return float("nan")
 
 
+def never(completion, answer, metadata):
+    return 0.0
+
+
 def hangs(completion, answer, metadata):
     time.sleep(3600)
 

@@ -64,6 +64,10 @@ class FakeTrainerReplay:
         self.fail_engines: dict[str, CellPhase] = {}
         self.on_open = None
         """called with (publish_sequence, cell_id, rendezvous) when a cell is opened"""
+        self.undrawn = GeneratedStats()
+        """what draws without groups tell"""
+        self.drawn_in_vain: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """numbers of such draws, to wait on"""
         self.draw_gate = asyncio.Event()
         self.draw_gate.set()
 
@@ -79,10 +83,10 @@ class FakeTrainerReplay:
         self.calls.append(("draw", draw_number, train_version))
         await self.draw_gate.wait()
         if not self.draws:
-            if self.wishing:
-                return DrawReply(wishes=list(self.wishing))
-            await asyncio.sleep(0.01)
-            return DrawReply()
+            self.drawn_in_vain.put(draw_number)
+            if not self.wishing:
+                await asyncio.sleep(0.01)
+            return DrawReply(wishes=list(self.wishing), generated=self.undrawn)
         groups = self.draws.pop(0)
         self.leased = {(group.group_id, group.attempt): group for group in groups}
         return DrawReply(

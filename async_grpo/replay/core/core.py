@@ -35,7 +35,6 @@ from async_grpo.replay_api.publishing import AbortCell, Announce, OpenCell, Wait
 from async_grpo.replay_api.trainer import (
     Ack,
     Draw,
-    DrawReply,
     Fetch,
     Finish,
     SetDepth,
@@ -147,7 +146,7 @@ class ReplayCore:
         if isinstance(request, Credit):
             return CreditReply(granted=False)
         if isinstance(request, Draw):
-            return DrawReply()
+            return trainer_requests.no_groups_now(self._kernel)
         if isinstance(request, WaitCell):
             return trainer_requests.cell_now(self._kernel, request)
         if isinstance(request, WaitEvaluations):

@@ -127,8 +127,8 @@ def _lease(kernel: Kernel, request: Draw, now: float) -> DrawReply | None:
     if kernel.may_begin(request.train_version):
         chosen = choose(kernel.state.book, settings.draw_order, settings.groups_per_step)
     if not chosen:
-        wishes = [engine.engine_id for _, engine in kernel.wishes()]
-        return DrawReply(wishes=wishes) if wishes else None
+        reply = no_groups_now(kernel)
+        return reply if reply.wishes else None
     groups = [_leased(kernel, ticket, now) for ticket in chosen]
     generated = kernel.state.accounting.recent
     kernel.emit(
@@ -141,6 +141,12 @@ def _lease(kernel: Kernel, request: Draw, now: float) -> DrawReply | None:
         )
     )
     return DrawReply(groups=groups, generated=generated)
+
+
+def no_groups_now(kernel: Kernel) -> DrawReply:
+    """Instead of groups: who wishes for weights, and what became of groups so far."""
+    wishes = [engine.engine_id for _, engine in kernel.wishes()]
+    return DrawReply(wishes=wishes, generated=kernel.state.accounting.recent)
 
 
 def _leased(kernel: Kernel, ticket: TicketState, now: float) -> LeasedGroup:

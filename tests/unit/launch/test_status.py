@@ -60,13 +60,20 @@ def test_the_line() -> None:
     assert line == (
         "step 2/30 | reward 0.250 | staleness 1.50 | trainer working (75% busy) | "
         "g generating (90% busy), 5,300 tokens/s | "
-        "groups 20 claimed, 6 stored (1.5 MiB), 4 leased, 2 dropped"
+        "groups 20 claimed, 6 stored (1.5 MiB), 4 leased, 2 dropped (1 stale, 1 no_signal)"
     )
 
 
 def test_the_line_before_the_first_step() -> None:
-    line = format_status(stats(peers=[]), {}, 30, 2.0)
-    assert line == "step 2/30 | groups 20 claimed, 6 stored (1.5 MiB), 4 leased, 2 dropped"
+    line = format_status(stats(peers=[], dropped={}), {}, 30, 2.0)
+    assert line == "step 2/30 | groups 20 claimed, 6 stored (1.5 MiB), 4 leased, 0 dropped"
+
+
+def test_the_line_names_why_groups_ended_untrained() -> None:
+    """A reward that nobody can earn shows minutes into a run, not at its deadline."""
+    dropped = {DropReason.STALE: 0, DropReason.REWARD_FAILED: 3, DropReason.NO_SIGNAL: 409}
+    line = format_status(stats(peers=[], dropped=dropped), {}, 30, 2.0)
+    assert line.endswith("412 dropped (409 no_signal, 3 reward_failed)")
 
 
 def test_a_role_that_says_nothing_any_more_is_called_silent() -> None:

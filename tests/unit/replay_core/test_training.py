@@ -5,7 +5,7 @@ from async_grpo.replay_api.base import Error, ErrorCode, Ok
 from async_grpo.replay_api.generator import Watch
 from async_grpo.replay_api.peers import Leave
 from async_grpo.replay_api.publishing import AbortCell
-from async_grpo.replay_api.trainer import Fetch, FetchReply, Finish
+from async_grpo.replay_api.trainer import Draw, Fetch, FetchReply, Finish
 from async_grpo.types import DropReason, ReissueReason, WeightsName
 from tests.unit.replay_core.driver import Driver, engine, settings
 
@@ -37,6 +37,23 @@ def test_draw_reports_what_was_generated_since_the_one_before() -> None:
     driver.publish(1, "g/0#1")
     driver.store(2, (1, 1))
     assert driver.draw(2, 1).generated.dropped == {}
+
+
+def test_a_draw_in_vain_tells_what_became_of_groups_and_consumes_nothing() -> None:
+    """Else a trainer whose groups all end untrained could not say why it waits."""
+    driver = Driver(settings(groups_per_step=1)).ready()
+    for _ in range(2):
+        ticket = driver.claim()
+        assert ticket is not None
+        driver.end(ticket.group_id)
+    draw = Draw(incarnation=1, draw_number=1, train_version=0, wait_s=1.0)
+    assert driver.ask(draw, "t#1") is None
+    told = driver.core.empty_reply(draw, "t#1")
+    assert (told.groups, told.wishes) == ([], [])
+    assert told.generated.dropped == {DropReason.NO_SIGNAL: 2}
+    driver.store(1)
+    assert driver.draw(1, 0).generated.dropped == {DropReason.NO_SIGNAL: 2}
+    assert driver.core.empty_reply(draw, "t#1").generated.dropped == {}
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from async_grpo.errors import PeerError, PeerLost
 from async_grpo.replay_parts import GeneratedStats, RoleStatus
-from async_grpo.training.feed import FeedSettings, GroupFeed, LoopThread, add_stats
+from async_grpo.training.feed import FeedSettings, GroupFeed, LoopThread, add_stats, dropped_text
 from async_grpo.types import DropReason, ReissueReason
 from tests.fakes.fake_trainer_replay import FakeTrainerReplay
 from tests.fakes.tiny_policy import random_groups
@@ -90,6 +91,53 @@ def test_no_groups_in_time_is_an_error_that_says_what_was_waited_for(loop):
     with pytest.raises(PeerLost, match="no groups within 0 s; no engine wishes"):
         feed.take(0.02)
     feed.close()
+
+
+def no_signal(num_groups, *, size=16, reward=0.0):
+    total = num_groups * size
+    key = DropReason.NO_SIGNAL
+    return GeneratedStats(
+        num_groups=num_groups, num_completions=total, num_tokens=100 * total,
+        reward_sum=reward * total, dropped={key: num_groups}, dropped_completions={key: total},
+        dropped_tokens={key: 100 * total}, dropped_rewards={key: reward * total},
+    )  # fmt: skip
+
+
+def test_no_groups_because_no_reward_had_a_signal_is_said_so(loop):
+    """A reward that nobody can earn: engines work, groups finish, and none is ever drawn."""
+    replay = FakeTrainerReplay()
+    replay.undrawn = no_signal(412)
+    feed = feed_for(replay, loop)
+    feed.start()
+    replay.drawn_in_vain.get(timeout=10)
+    replay.drawn_in_vain.get(timeout=10)  # the feed has read the first answer
+    with pytest.raises(PeerLost) as caught:
+        feed.take(0)
+    assert str(caught.value) == (
+        "the replay server handed out no groups within 0 s; 412 of 412 groups ended as no_signal, "
+        "mean reward 0.000: every completion of such a group got the same reward: look at "
+        "task.reward, task.unparseable_reward and generation.max_new_tokens"
+    )
+    feed.close()
+
+
+def test_what_became_of_groups_counts_those_without_figures_too():
+    assert dropped_text(GeneratedStats(num_groups=3, num_completions=24)) == ""
+    stored_or_tied = no_signal(10, size=8, reward=1.0)
+    stored_or_tied = replace(
+        stored_or_tied,
+        num_groups=12,
+        dropped={**stored_or_tied.dropped, DropReason.REWARD_FAILED: 30},
+    )
+    failed, tied = dropped_text(stored_or_tied).split("; ")
+    assert failed.startswith("30 of 42 groups ended as reward_failed: completions got no reward")
+    assert tied.startswith("10 of 42 groups ended as no_signal, mean reward 1.000: every")
+
+
+def test_every_reason_to_drop_a_group_comes_with_advice():
+    for reason in DropReason:
+        text = dropped_text(GeneratedStats(dropped={reason: 1}))
+        assert text.startswith(f"1 of 1 groups ended as {reason.value}: ")
 
 
 def test_a_lost_payload_gives_up_the_draw(loop):
