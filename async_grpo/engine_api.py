@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+NOT_RECEIVED = "Failed to receive weights"
+"""How an engine's answer begins when it left a broadcast early, or never entered it."""
 FLATTENED_BUCKET = "flattened_bucket"
 """`load_format` of an update whose payload is one uint8 broadcast: every tensor contiguous and
 flattened, in the order of `names`, without padding; each offset a multiple of its item size."""

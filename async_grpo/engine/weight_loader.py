@@ -18,6 +18,7 @@ from async_grpo.engine.admission import RequestRefused
 from async_grpo.engine.checkpoint_files import CheckpointFiles
 from async_grpo.engine_api import (
     FLATTENED_BUCKET,
+    NOT_RECEIVED,
     DestroyGroupRequest,
     InitGroupRequest,
     UpdateFromDistributedRequest,
@@ -55,6 +56,7 @@ class WeightLoader:
             raise RequestRefused(f"update group {request.group_name!r} exists")
         if request.backend not in ("gloo", "nccl"):
             raise RequestRefused(f"backend {request.backend!r} is not supported")
+        device = self._device if request.backend == "nccl" else torch.device("cpu")
         try:
             group = join_group(
                 host=request.master_address,
@@ -64,10 +66,10 @@ class WeightLoader:
                 group_name=request.group_name,
                 backend=request.backend,
                 timeout_s=self._timeout_s,
+                device=device if request.backend == "nccl" else None,
             )
         except WeightSyncError as error:
             raise RequestRefused(str(error)) from error
-        device = self._device if request.backend == "nccl" else torch.device("cpu")
         self._groups[request.group_name] = (group, device)
 
     def destroy_group(self, request: DestroyGroupRequest) -> None:
@@ -150,7 +152,7 @@ class WeightLoader:
     def _receive_bucket(self, group_name: str, num_bytes: int) -> torch.Tensor:
         group, device = self._groups[group_name]
         if self._buffer.numel() < num_bytes or self._buffer.device != device:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._buffer = _room([num_bytes], torch.uint8, device)
         payload = self._buffer[:num_bytes]
         _receive(group, [payload])
         return payload
@@ -158,7 +160,7 @@ class WeightLoader:
     def _receive_each(self, request: UpdateFromDistributedRequest) -> list[torch.Tensor]:
         group, device = self._groups[request.group_name]
         tensors = [
-            torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+            _room(shape, _DTYPES[dtype], device)
             for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
         ]
         _receive(group, tensors)
@@ -183,12 +185,25 @@ class WeightLoader:
             raise RequestRefused("nothing was loaded: " + "; ".join(problems))
 
 
+def _room(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for what is to come.
+
+    Raises:
+        RequestRefused: there is none. The sender then waits for us in vain, until it is told.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # CUDA has a subclass for it, the CPU has not
+        reason = str(error).strip().partition("\n")[0]
+        raise RequestRefused(f"{NOT_RECEIVED}: no memory for a bucket: {reason}") from error
+
+
 def _receive(group: UpdateGroup, tensors: Sequence[torch.Tensor]) -> None:
     try:
         for tensor in tensors:
             group.broadcast(tensor)
     except WeightSyncError as error:
-        raise RequestRefused(f"Failed to receive weights: {error}") from error
+        raise RequestRefused(f"{NOT_RECEIVED}: {error}") from error
 
 
 def _sizes(request: UpdateFromDistributedRequest) -> list[int]:

@@ -4,24 +4,32 @@ A bucket that was announced is always finished, whatever has failed by then: an 
 for one comes free only by the bytes, or by the end of our sockets. Whether an engine has its
 weights is for the engine to say, not for the collective: it raises when any rank is lost, and the
 others may have received everything.
+
+Joining and sending are calls that may never return (a rank of nccl that nobody waits for any more),
+so each runs in a thread that is left behind, its group aborted, when its deadline has passed, when
+every engine of the cell has failed, or when the trainer stops.
 """
 
 import logging
 import secrets
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from async_grpo.config.weights import Backend, WeightsSection
 from async_grpo.errors import WeightSyncError
 from async_grpo.interfaces import Clock
 from async_grpo.replay_parts import Cell, CellPhase, Rendezvous, WeightFiles
+from async_grpo.weights.background import in_background
 from async_grpo.weights.cells import CellOrder
 from async_grpo.weights.group import UpdateGroup, join_group, listen
-from async_grpo.weights.snapshot import Snapshot
+from async_grpo.weights.snapshot import COPY, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +38,7 @@ CellKey = tuple[tuple[str, int, int], ...]
 
 
 _NOTICE_S = 0.5
-"""Between two looks at the engines of a cell that takes long to meet."""
+"""Between two looks at the engines of a cell that takes long."""
 
 
 @dataclass(slots=True)
@@ -44,10 +52,27 @@ class _LiveGroup:
 
 
 class BroadcastTransport:
-    """Groups of cells, kept from publish to publish. `deliver` may run in several threads."""
+    """Groups of cells, kept from publish to publish. `deliver` may run in several threads.
 
-    def __init__(self, settings: WeightsSection, *, clock: Clock = time.monotonic) -> None:
-        self._settings, self._clock = settings, clock
+    Args:
+        settings: section `weights`.
+        device: where snapshots lie when they are sent; a card for nccl.
+        join: makes our end of a group.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        settings: WeightsSection,
+        device: torch.device,
+        *,
+        join: Callable[..., UpdateGroup] = join_group,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._settings, self._join, self._clock = settings, join, clock
+        # auto: whoever knows the engines has not chosen (`backend.settings_in_force`)
+        self._backend = Backend.gloo if settings.backend is Backend.auto else settings.backend
+        self._device = device if device.type == "cuda" else None
         self._groups: dict[CellKey, _LiveGroup] = {}
         self._lock = threading.Lock()
 
@@ -73,7 +98,7 @@ class BroadcastTransport:
             self._forget(key)
             order.abort(str(error))
             raise
-        failure = self._send(live.group, snapshot)
+        failure = self._send(order, live.group, snapshot)
         if failure is not None:
             logger.warning("cell %d (%s): %s", order.cell.cell_id, order.peers, failure)
             self._forget(key)
@@ -89,22 +114,67 @@ class BroadcastTransport:
         """Leave all groups."""
         self.keep_only([])
 
-    def _send(self, group: UpdateGroup, snapshot: Snapshot) -> WeightSyncError | None:
-        """Every bucket; the first failure. After one, the rest has one more deadline at most."""
+    def _send(
+        self, order: CellOrder, group: UpdateGroup, snapshot: Snapshot
+    ) -> WeightSyncError | None:
+        """Every bucket; the first failure."""
+        order.enter("bucket 0")
+        sending = in_background(
+            lambda: self._send_all(order, group, snapshot), name=f"send-{order.cell.cell_id}"
+        )
+        try:
+            self._watch(order, sending, lambda: order.failed(all_of_them=True))
+        except WeightSyncError as error:
+            group.abort()
+            return error
+        except BaseException:  # the trainer stops
+            group.abort()
+            raise
+        return sending.result()
+
+    def _send_all(
+        self, order: CellOrder, group: UpdateGroup, snapshot: Snapshot
+    ) -> WeightSyncError | None:
+        """In a thread that may be left behind. After a failure, the rest has one more deadline."""
         failure: WeightSyncError | None = None
         deadline = 0.0
-        try:
-            for payload in snapshot.whole_buckets(self._settings.timeout_s):
+        timeout_s = self._settings.timeout_s
+        with snapshot.lent():
+            for index in range(len(snapshot.buckets)):
                 if failure is not None and self._clock() > deadline:
                     break
                 try:
-                    group.broadcast(payload)
+                    self._send_one(order, group, snapshot, index)
                 except WeightSyncError as error:
+                    if error.phase == COPY:  # there are no bytes to send
+                        return failure or error
                     if failure is None:
-                        failure, deadline = error, self._clock() + self._settings.timeout_s
-        except WeightSyncError as error:  # the trainer could not copy: it has no bytes to send
-            return failure or error
+                        failure, deadline = error, self._clock() + timeout_s
+                    if group.closed or self._device is not None:
+                        break  # nccl: what has failed once carries nothing more
         return failure
+
+    def _send_one(
+        self, order: CellOrder, group: UpdateGroup, snapshot: Snapshot, index: int
+    ) -> None:
+        timeout_s = self._settings.timeout_s
+        order.enter(COPY)
+        if self._device is None:
+            payload, copied = snapshot.whole_bucket(index, timeout_s), None
+        else:
+            payload, copied = snapshot.bucket(index, timeout_s)
+        order.enter(f"bucket {index}")
+        group.broadcast(payload, ready=copied)
+
+    def _watch(self, order: CellOrder, work: Future[Any], given_up: Callable[[], str]) -> None:
+        """Wait for the end of `work`, whatever it is.
+
+        Raises:
+            WeightSyncError: it is given up, or its phase should have ended long ago.
+        """
+        while not wait([work], timeout=_NOTICE_S).done:
+            if reason := given_up() or order.overdue():
+                raise order.error(reason)
 
     def _meet(self, order: CellOrder, key: CellKey) -> _LiveGroup:
         """The cell's process group, with all of its engines ready to receive."""
@@ -131,29 +201,30 @@ class BroadcastTransport:
         world_size = 1 + sum(engine.tp_size for engine in order.cell.engines)
         order.open(self._rendezvous(name, port, world_size, fresh=True))
         order.require(CellPhase.BEGUN)
-        with ThreadPoolExecutor(1, thread_name_prefix="join") as pool:
-            joining = pool.submit(
-                join_group,
+        order.enter("join")
+        joining = in_background(
+            lambda: self._join(
                 host=settings.host,
                 port=port,
                 rank=0,
                 world_size=world_size,
                 group_name=name,
-                backend=self._backend,
+                backend=self._backend.value,
                 timeout_s=settings.timeout_s,
-            )
-            try:
-                while not wait([joining], timeout=_NOTICE_S).done:
-                    if failed := order.failed():
-                        raise WeightSyncError(order.peers, str(order.weights), "join", failed)
-            except BaseException:  # also when the trainer stops: its end waits for `joining`
-                del store
-                raise
+                device=self._device,
+            ),
+            name=f"join-{order.cell.cell_id}",
+        )
+        try:
+            self._watch(order, joining, order.failed)
+        except BaseException:  # also when the trainer stops
+            del store
+            joining.add_done_callback(_abort_what_came)
+            raise
         try:
             group = joining.result()
         except WeightSyncError as error:
-            reason = order.failed() or str(error)
-            raise WeightSyncError(order.peers, str(order.weights), "join", reason) from error
+            raise order.error(order.failed() or str(error)) from error
         return _LiveGroup(group, self._rendezvous(name, port, world_size, fresh=False), store)
 
     def _rendezvous(self, name: str, port: int, world_size: int, *, fresh: bool) -> Rendezvous:
@@ -162,13 +233,9 @@ class BroadcastTransport:
             host=self._settings.host,
             port=port,
             world_size=world_size,
-            backend=self._backend,
+            backend=self._backend.value,
             fresh=fresh,
         )
-
-    @property
-    def _backend(self) -> str:
-        return broadcast_backend(self._settings)
 
     def _close_overlapping(self, key: CellKey) -> None:
         """Forget groups of other cells with one of these engines: the engine leaves them now."""
@@ -189,10 +256,10 @@ class BroadcastTransport:
             live.group.close()
 
 
-def broadcast_backend(settings: WeightsSection) -> str:
-    """Gloo unless asked for: an embedded engine may share our GPU, where nccl refuses."""
-    backend = settings.backend
-    return Backend.gloo.value if backend is Backend.auto else backend.value
+def _abort_what_came(joining: Future[UpdateGroup]) -> None:
+    """A group that nobody waits for any more."""
+    if joining.exception() is None:
+        joining.result().abort()
 
 
 def _key(cell: Cell) -> CellKey:

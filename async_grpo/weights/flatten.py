@@ -15,17 +15,25 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def empty_buckets(plan: BucketPlan, device: torch.device) -> list[Tensor]:
-    """Room for the plan's buckets: [num_bytes] uint8 each."""
+def empty_buckets(plan: BucketPlan, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
+    """Room for the plan's buckets: [num_bytes] uint8 each.
+
+    Args:
+        plan: what is to come.
+        device: where.
+        pinned: on the CPU, in memory that a card writes to by itself, beside its computing.
+    """
     return [
-        torch.empty(sum(t.num_bytes for t in bucket), dtype=torch.uint8, device=device)
+        torch.empty(
+            sum(t.num_bytes for t in bucket), dtype=torch.uint8, device=device, pin_memory=pinned
+        )
         for bucket in plan.buckets
     ]
 
 
 @torch.no_grad()
 def flatten(bucket: Sequence[TensorSpec], tensors: Mapping[str, Tensor], payload: Tensor) -> None:
-    """Copy one bucket's tensors into its payload.
+    """Copy one bucket's tensors into its payload; from a card, only queue that on its stream.
 
     Args:
         bucket: names, dtypes and shapes, in order.
@@ -41,7 +49,7 @@ def flatten(bucket: Sequence[TensorSpec], tensors: Mapping[str, Tensor], payload
         if tensor is None or (dtype_name(tensor), tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise ValueError(f"{spec.name} is not the {spec.dtype} {spec.shape} of the plan")
         target = payload[offset : offset + spec.num_bytes].view(tensor.dtype)
-        target.copy_(tensor.detach().reshape(-1))
+        target.copy_(tensor.detach().reshape(-1), non_blocking=True)
         offset += spec.num_bytes
 
 

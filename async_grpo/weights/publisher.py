@@ -3,7 +3,11 @@
 `publish` announces and sends from a worker thread, which serves each cell in a thread of its own,
 while the caller's thread copies the weights; then the trainer steps on. The snapshot is kept: an
 engine that wishes for the current weights gets them again without the trainer. Costs one copy of
-the weights.
+the weights; for a moment two, after a broadcast that had to be left behind.
+
+Every wait for a cell has the deadline `weights.timeout_s`, phase by phase. The worker's and the
+cells' threads are daemons whose end is waited for no longer than that, so that nothing which hangs
+below them can keep the trainer.
 
 Knows nothing of train steps, nor of how weights travel (`broadcast`, `disk`, `http_source`). Which
 engines form a cell, and whether they took the weights, is the replay server's to say.
@@ -12,9 +16,10 @@ engines form a cell, and whether they took the weights, is the replay server's t
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,17 +27,19 @@ import torch
 from torch import Tensor
 
 from async_grpo.config.weights import Backend, Transport, WeightsSection
-from async_grpo.errors import PeerError, WeightSyncError
+from async_grpo.errors import AsyncGrpoError, PeerError, WeightSyncError
 from async_grpo.interfaces import Clock, PublishReplay, WeightSource
 from async_grpo.replay_api.publishing import AnnounceReply
 from async_grpo.replay_parts import Cell, CellPhase, UpdateReport, WeightFiles
 from async_grpo.types import WeightsName
 from async_grpo.weights.addresses import require_own_address
 from async_grpo.weights.arrival import ArrivalWatch
-from async_grpo.weights.broadcast import BroadcastTransport, broadcast_backend
+from async_grpo.weights.background import in_background
+from async_grpo.weights.broadcast import BroadcastTransport
 from async_grpo.weights.cells import Call, CellOrder
 from async_grpo.weights.disk import DiskTransport
 from async_grpo.weights.flatten import dtype_name, empty_buckets
+from async_grpo.weights.group import UpdateGroup, join_group
 from async_grpo.weights.http_source import HttpTransport
 from async_grpo.weights.plan import BucketPlan, TensorSpec, make_plan
 from async_grpo.weights.publish_result import PublishResult
@@ -40,8 +47,11 @@ from async_grpo.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
+_NOTICE_S = 0.5
+"""Between two looks at a cell that takes long."""
 _PREPARE_TRIES = 4
 """Of writing the files of one publish: a disk may be full or gone for a moment."""
 
@@ -82,7 +92,9 @@ class WeightPublisher:
         call: runs its coroutines.
         settings: section `weights`.
         run_directory: where `weights.directory` is by default.
+        device: that the weights lie on.
         clock: seconds.
+        join: makes our end of an update group.
 
     Raises:
         ConfigError: `weights.directory` is in use, or `weights.host` is no address of ours.
@@ -95,11 +107,18 @@ class WeightPublisher:
         settings: WeightsSection,
         *,
         run_directory: Path,
+        device: torch.device = _CPU,
         clock: Clock = time.monotonic,
+        join: Callable[..., UpdateGroup] = join_group,
     ) -> None:
         self._replay, self._call, self._settings, self._clock = replay, call, settings, clock
+        self._source = device if device.type == "cuda" else None
+        over_nccl = (
+            settings.backend is Backend.nccl and Transport.broadcast in settings.transports()
+        )
+        self._held_on = device if over_nccl else _CPU
         make: dict[Transport, Callable[[], WeightTransport]] = {
-            Transport.broadcast: lambda: BroadcastTransport(settings),
+            Transport.broadcast: lambda: BroadcastTransport(settings, self._held_on, join=join),
             Transport.disk: lambda: DiskTransport(
                 Path(settings.directory or run_directory / "weights"), settings.timeout_s
             ),
@@ -108,10 +127,11 @@ class WeightPublisher:
         if settings.transports() != {Transport.disk}:
             require_own_address("weights.host", settings.host)
         self._transports = {kind: make[kind]() for kind in settings.transports()}
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._job: Future[PublishResult] | None = None
         self._job_lock = threading.Lock()
         self._closed = threading.Event()
+        self._orders: list[CellOrder] = []
+        """of the announcement under way, those that are not served yet"""
         self._number = 0
         self._plan: BucketPlan | None = None
         self._snapshot: Snapshot | None = None
@@ -132,14 +152,14 @@ class WeightPublisher:
 
         Raises:
             PeerError: the replay server failed the announcement before.
-            WeightSyncError: its files could not be written.
+            WeightSyncError: its files could not be written, or a cell was not served in time.
             ValueError: a tensor has another dtype or shape than at the first publish.
         """
         with self._job_lock:
             self._finish_job()
             tensors = dict(source.named_tensors())
             self._snapshot = self._empty_snapshot(weights, tensors, source)
-            self._job = self._worker.submit(self._run, self._snapshot, wished_only=False)
+            self._start(self._snapshot, wished_only=False)
             self._snapshot.fill(tensors)
 
     def republish(self) -> bool:
@@ -161,7 +181,7 @@ class WeightPublisher:
             self._finish_job()
             if self._clock() < self._not_before:
                 return False
-            self._job = self._worker.submit(self._run, self._snapshot, wished_only=True)
+            self._start(self._snapshot, wished_only=True)
             return True
         finally:
             self._job_lock.release()
@@ -171,21 +191,35 @@ class WeightPublisher:
 
         Raises:
             PeerError: the replay server failed it.
-            WeightSyncError: its files could not be written.
+            WeightSyncError: its files could not be written, or a cell was not served in time.
         """
         with self._job_lock:
             self._finish_job()
 
     def close(self) -> None:
-        """End the worker and free the transports. Waits for the announcement under way."""
+        """Free the transports. Waits for the announcement under way, as `publish` does."""
         self._closed.set()
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        try:
+            self._finish_job()
+        except (AsyncGrpoError, CancelledError) as error:  # told to whoever published before
+            logger.debug("the last announcement failed: %s", error)
         for transport in self._transports.values():
             transport.close()
 
+    def _start(self, snapshot: Snapshot, *, wished_only: bool) -> None:
+        self._job = in_background(
+            lambda: self._run(snapshot, wished_only=wished_only), name="publish"
+        )
+
     def _finish_job(self) -> None:
-        if self._job is not None:
-            self._job.result()
+        """Wait for the announcement under way, but not for a cell that nobody can end."""
+        if self._job is None:
+            return
+        while not wait([self._job], timeout=_NOTICE_S).done:
+            for order in tuple(self._orders):
+                if reason := order.stuck():
+                    raise order.error(reason)
+        self._job.result()
 
     def _empty_snapshot(
         self, weights: WeightsName, tensors: dict[str, Tensor], source: WeightSource
@@ -193,17 +227,18 @@ class WeightPublisher:
         if self._plan is None:
             specs = [TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()]
             self._plan = make_plan(specs, self._settings.bucket_bytes)
-        if self._snapshot is not None:
-            buckets = self._snapshot.buckets  # nobody sends them any more: overwrite
+        before = self._snapshot
+        if before is not None and before.is_lent:
+            logger.warning(
+                "a broadcast that was left behind still reads %s: %s get memory of their own",
+                before.weights, weights,
+            )  # fmt: skip
+        if before is not None and not before.is_lent:
+            buckets = before.buckets  # nobody sends them any more: overwrite
         else:
-            buckets = empty_buckets(self._plan, self._device(tensors.values()))
-        return Snapshot(weights, self._plan, source.probe(), buckets)
-
-    def _device(self, tensors: Iterable[Tensor]) -> torch.device:
-        broadcasts = Transport.broadcast in self._transports
-        if broadcasts and broadcast_backend(self._settings) == Backend.nccl.value:
-            return next(iter(tensors)).device
-        return torch.device("cpu")
+            pinned = self._source is not None and self._held_on is _CPU
+            buckets = empty_buckets(self._plan, self._held_on, pinned=pinned)
+        return Snapshot(weights, self._plan, source.probe(), buckets, source=self._source)
 
     def _run(self, snapshot: Snapshot, *, wished_only: bool) -> PublishResult:
         """One announcement, on the worker thread."""
@@ -284,28 +319,33 @@ class WeightPublisher:
         self, transport: WeightTransport, announced: AnnounceReply, snapshot: Snapshot
     ) -> list["_Outcome"]:
         """Every cell, at the same time."""
-        if not announced.cells:
-            return []
-        with ThreadPoolExecutor(len(announced.cells), thread_name_prefix="cell") as pool:
-            jobs = [
-                pool.submit(self._serve, transport, announced.publish_sequence, cell, snapshot)
-                for cell in announced.cells
-            ]
+        self._orders = [
+            CellOrder(
+                self._replay, self._call, announced.publish_sequence, cell, snapshot.weights,
+                self._settings.timeout_s,
+            )
+            for cell in announced.cells
+        ]  # fmt: skip
+        jobs = [
+            in_background(
+                partial(self._serve, transport, order, snapshot), name=f"cell-{order.cell.cell_id}"
+            )
+            for order in tuple(self._orders)
+        ]
         return [job.result() for job in jobs]
 
     def _serve(
-        self, transport: WeightTransport, sequence: int, cell: Cell, snapshot: Snapshot
+        self, transport: WeightTransport, order: CellOrder, snapshot: Snapshot
     ) -> "_Outcome":
         """All of one cell. Each engine is judged by what it says, whatever the transport met."""
-        order = CellOrder(
-            self._replay, self._call, sequence, cell, snapshot.weights, self._settings.timeout_s
-        )
         try:
             transport.deliver(order, snapshot)
-            return _Outcome(cell, "", order.require(CellPhase.COMMITTED))
+            return _Outcome(order.cell, "", order.require(CellPhase.COMMITTED))
         except (WeightSyncError, PeerError) as error:
-            transport.failed(cell)
-            return _Outcome(cell, str(error), {})
+            transport.failed(order.cell)
+            return _Outcome(order.cell, str(error), {})
+        finally:
+            self._orders.remove(order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from async_grpo.engine_api import (
     FLATTENED_BUCKET,
+    NOT_RECEIVED,
     GenerateRequest,
     InitGroupRequest,
     PauseMode,
@@ -154,9 +155,10 @@ class WeightReceiver:
     async def receive(self, rendezvous: Rendezvous) -> None:
         """Take every bucket.
 
-        A refused bucket does not end the sequence: the trainer broadcasts them all the same, and
-        other engines of the cell wait for it. The first failure is raised at the end. Nothing more
-        is sent to an engine that did not answer.
+        A bucket that was received and refused does not end the sequence: the trainer broadcasts
+        them all the same, and other engines of the cell wait for it. The first failure is raised at
+        the end. Nothing more is sent to an engine that did not answer, or that received nothing:
+        it would take the bytes of that bucket for the next one's.
         """
         failure: WeightSyncError | None = None
         last = len(self._order.buckets) - 1
@@ -169,7 +171,7 @@ class WeightReceiver:
                     )
             except WeightSyncError as error:
                 failure = failure or error
-                if not was_refused(error):
+                if not was_refused(error) or NOT_RECEIVED in str(error):
                     break
         if failure is not None:
             raise failure

@@ -13,6 +13,7 @@ from async_grpo.replay_parts import CellPhase, Probe
 from async_grpo.training.feed import LoopThread
 from async_grpo.types import WeightsName
 from async_grpo.weights.publisher import WeightPublisher
+from tests.fakes.fake_collectives import CARD, FakeCuda
 from tests.fakes.fake_trainer_replay import FakeTrainerReplay
 
 
@@ -116,4 +117,24 @@ def test_a_publish_does_not_hold_up_the_trainer_and_sends_what_it_was_given(loop
     gate.set()
     publisher.wait()
     assert announced(replay) == [(1, "1.0", False)]
+    publisher.close()
+
+
+@pytest.mark.parametrize(("device", "pinned"), [(CARD, True), (torch.device("cpu"), False)])
+def test_from_a_card_weights_for_gloo_go_through_pinned_memory(loop, monkeypatch, device, pinned):
+    FakeCuda(monkeypatch)
+    real, asked = torch.empty, []
+
+    def empty(*args, pin_memory, **kwargs):
+        asked.append((pin_memory, kwargs["device"].type))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    settings = WeightsSection(bucket_bytes=24, timeout_s=20.0)
+    publisher = WeightPublisher(
+        FakeTrainerReplay(), loop.call, settings, run_directory=Path("unused"), device=device
+    )
+    publisher.publish(WeightsName(1, 0), Source())
+    publisher.wait()
+    assert asked == [(pinned, "cpu")] * 2
     publisher.close()

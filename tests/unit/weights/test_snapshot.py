@@ -9,17 +9,17 @@ from async_grpo.types import WeightsName
 from async_grpo.weights.flatten import dtype_name, empty_buckets
 from async_grpo.weights.plan import TensorSpec, make_plan
 from async_grpo.weights.snapshot import Snapshot
+from tests.fakes.fake_collectives import CARD, FakeCuda, FakeEvent
 
 TENSORS = {"a": torch.arange(4.0), "b": torch.arange(3.0) + 10}
 PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=1e-3)
 
 
-def make_snapshot(tensors=TENSORS, *, buckets=None):
+def make_snapshot(tensors=TENSORS, *, buckets=None, source=None):
     specs = [TensorSpec(name, dtype_name(t), tuple(t.shape)) for name, t in tensors.items()]
     plan = make_plan(specs, 16)
-    return Snapshot(
-        WeightsName(1, 2), plan, PROBE, buckets or empty_buckets(plan, torch.device("cpu"))
-    )
+    buckets = buckets or empty_buckets(plan, torch.device("cpu"))
+    return Snapshot(WeightsName(1, 2), plan, PROBE, buckets, source=source)
 
 
 def test_a_bucket_leaves_while_the_next_one_is_still_to_be_copied():
@@ -65,3 +65,35 @@ def test_the_digest_tells_whether_the_bytes_are_the_same():
     other = make_snapshot(buckets=one.buckets)  # the same memory, used again
     other.fill(TENSORS | {"b": TENSORS["b"] + 1e-6})
     assert other.digest(1) != same.digest(1)
+
+
+def test_copies_from_a_card_are_queued_and_only_their_events_are_waited_for(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    snapshot = make_snapshot(source=CARD)
+    snapshot.fill(TENSORS)
+    assert cuda.log == ["record on default"] * 2  # behind each bucket; nothing waits
+    for index in range(2):
+        payload, copied = snapshot.bucket(index, 10)
+        assert payload is snapshot.buckets[index]
+        assert isinstance(copied, FakeEvent)
+    assert len(list(snapshot.whole_buckets(10))) == 2
+    copied.happened = False
+    buckets = snapshot.whole_buckets(0.01)
+    next(buckets)
+    with pytest.raises(WeightSyncError, match=r"bucket 1 took over 0\.01 s"):
+        next(buckets)
+
+
+def test_on_the_cpu_there_are_no_events():
+    snapshot = make_snapshot()
+    snapshot.fill(TENSORS)
+    assert [snapshot.bucket(index, 10)[1] for index in range(2)] == [None, None]
+
+
+def test_buckets_are_lent_until_the_last_reader_is_done():
+    snapshot = make_snapshot()
+    with snapshot.lent():
+        with pytest.raises(RuntimeError, match="lost"), snapshot.lent():
+            raise RuntimeError("lost")
+        assert snapshot.is_lent
+    assert not snapshot.is_lent
