@@ -46,7 +46,8 @@ class WeightsSection:
     bucket_bytes: int = 512 << 20
     """Size of one broadcast, or of one file."""
     backend: Backend = Backend.auto
-    """auto: nccl if both sides are on GPUs, else gloo."""
+    """auto: nccl where SGLang is started on cards that are not the trainer's, else gloo; the
+    trainer's log says which, and why."""
     host: str = "127.0.0.1"
     """Address of trainer rank 0 that engines can reach; with http, generators."""
     directory: str = ""

@@ -23,6 +23,7 @@ from async_grpo.engine_api import PauseMode
 from async_grpo.errors import WeightSyncError
 from async_grpo.generation.weight_driver import WeightDriver
 from async_grpo.types import WeightsName
+from async_grpo.weights.backend import settings_in_force
 from async_grpo.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -60,12 +61,13 @@ class WeightLink:
         self._directory = _directory_beside(
             Path(config.weights.directory or run_directory / "weights")
         )
-        settings = config.weights
+        device = subject.policies.model.device
+        settings = settings_in_force(config, device)
         if Transport.disk in settings.transports():
             settings = replace(settings, directory=str(self._directory))
         self._matchmaker = Matchmaker(engine)
         self._publisher = WeightPublisher(
-            self._matchmaker, call, settings, run_directory=run_directory
+            self._matchmaker, call, settings, run_directory=run_directory, device=device
         )
         self._drivers = {
             mode: WeightDriver(

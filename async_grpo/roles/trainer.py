@@ -40,6 +40,7 @@ from async_grpo.training.step import TrainStep
 from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.training.witness import StepWitness
 from async_grpo.types import WeightsName
+from async_grpo.weights.backend import settings_in_force
 from async_grpo.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -194,9 +195,11 @@ def _train(
     first = found.policy_version
     progress = Progress(incarnation=started.incarnation, step=first)
     logger.info("incarnation %d starts from version %d", started.incarnation, first)
+    device = trainer.policy.device
     publisher = WeightPublisher(
-        replay, loop.call, config.weights, run_directory=Path(config.run.output_dir)
-    )
+        replay, loop.call, settings_in_force(config, device),
+        run_directory=Path(config.run.output_dir), device=device,
+    )  # fmt: skip
     feed = GroupFeed(
         replay,
         loop,
