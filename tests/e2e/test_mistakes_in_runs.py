@@ -167,6 +167,23 @@ async def test_another_shape_behind_the_url_is_told(real_run: RealRun) -> None:
     assert real_run.audit().trained == 0
 
 
+async def test_an_engine_with_a_wrong_flag_ends_the_run_at_once(real_run: RealRun) -> None:
+    """It ends with exit code 2, and would each time: nobody starts it, or its generator, again."""
+    python = real_run.root / "python"
+    lives = real_run.root / "lives"
+    refusal = "launch_server.py: error: unrecognized arguments: --foo"
+    python.write_text(f"#!/bin/sh\necho x >> {lives}\necho '{refusal}' >&2\nexit 2\n")
+    python.chmod(0o755)
+    on_a_cpu = "engine.server_args=[--device=cpu]"
+    real_run.start("engine.kind=sglang", f"engine.python={python}", on_a_cpu, num_steps=2)
+    assert await asyncio.to_thread(real_run.finish) == 2, real_run.output()
+    text = real_run.output()
+    assert "generator-0 ended with exit code 2 (configuration)" in text
+    assert f"(exit code 2, configuration): {refusal}" in text
+    assert lives.read_text().splitlines() == ["x"]
+    assert real_run.left_over() == []
+
+
 def is_member(reply: dict[str, Any]) -> bool:
     """Not a probe of an update: those ask for the log-probs of a prompt."""
     return not reply["meta_info"]["input_token_logprobs"]
