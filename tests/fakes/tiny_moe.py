@@ -23,6 +23,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _GROUPS | {
         "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32,
+            "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 32,
+        },
     },
     "mixtral": {"num_local_experts": 4},
 }  # fmt: skip
