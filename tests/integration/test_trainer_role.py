@@ -15,7 +15,7 @@ from async_grpo.config.alarms import AlarmAction, AlarmsSection
 from async_grpo.config.policy import PolicySection
 from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.staleness import StalenessSection
-from async_grpo.errors import ConfigError, NumericsError, PeerError, PeerLost
+from async_grpo.errors import AsyncGrpoError, ConfigError, NumericsError, PeerError, PeerLost
 from async_grpo.replay.server import ReplayServer
 from async_grpo.roles import trainer
 from async_grpo.training.feed import LoopThread
@@ -173,6 +173,22 @@ def test_sigterm_ends_after_the_step_and_leaves_cleanly(config, loop, box):
     assert [line["step"] for line in metrics] == list(range(there.run.num_train_steps))
     assert directory.final_model.exists()
     assert directory.checkpoints_by_age() == [(1, len(lines)), (2, there.run.num_train_steps)]
+
+
+def test_a_checkpoint_that_could_not_be_written_ends_the_run_soon(config, loop, box):
+    """Of one that is due every 8 steps the failure is not held back until the next is due."""
+    directory = RunDirectory(config_root(config))
+
+    def fill_the_place_and_answer(ticket, weights):
+        if not directory.checkpoints.exists():
+            directory.checkpoints.write_text("a file where the directory is to be")
+        return group_for(ticket, weights)
+
+    there = loop.call(serve(config, box, fill_the_place_and_answer))
+    often = replace(there.trainer, checkpoint_every=8)
+    with pytest.raises(AsyncGrpoError, match=r"checkpoint 1\.8 cannot be written"):
+        trainer.main(replace(there, trainer=often))
+    assert 9 <= len(directory.steps.read_text().splitlines()) < 16
 
 
 def config_root(config):
