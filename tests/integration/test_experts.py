@@ -36,8 +36,9 @@ def test_every_tensor_reaches_the_embedded_engine(
         "engine": {"max_running_requests": 8},
         "weights": {"transport": transport},
     }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    report = run_doctor(load_config(tmp_path / "config.yaml"), [])
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    report = run_doctor(load_config(path), [str(path)])
     found = {finding.check: finding for finding in report.findings}
     for check in ("log-probs, T=1", "weights"):
         assert found[check].verdict is Verdict.OK, found[check]
