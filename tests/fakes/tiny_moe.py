@@ -23,6 +23,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _GROUPS | {
         "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 8,
+        # of the family's config.json, for servers
+        "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32,
             "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
