@@ -34,9 +34,11 @@ class GenerationSection:
     max_running_groups: int = 0
     """Groups that one generator works on at a time; 0: as many as fill its engines' slots."""
     group_timeout_s: float = 600.0
-    """From claim to first insert attempt; past it the ticket is reissued."""
+    """From claim to first insert attempt; past it the ticket is reissued, and what was sampled is
+    lost: allow for the longest completion and for a wait in the queue."""
     request_timeout_s: float = 300.0
-    """One HTTP request to an engine."""
+    """One request to an engine. Past it the request is aborted; what it has sampled is kept, and
+    another request, perhaps on another engine, goes on from there until the group's deadline."""
 
     def problems(self, where: str) -> Iterator[str]:
         """Every complaint about this section."""

@@ -1,9 +1,9 @@
 """One member of a group: sent to an engine, and to another one if that fails.
 
 Returns only completions that may be trained as far as the engine is concerned: whole, checked, and
-sampled under weights that were confirmed. What a request had sampled when an update ended it is
-kept, and the next request goes on from there. Knows nothing of tickets, rewards or the replay
-server.
+sampled under weights that were confirmed. What a request had sampled when an update or its deadline
+ended it is kept, and the next request goes on from there. Knows nothing of tickets, rewards or the
+replay server.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import numpy as np
 
 from async_grpo.config.eval import EvalSection
 from async_grpo.config.generation import GenerationSection
-from async_grpo.engine_api import GenerateRequest, SamplingParams
+from async_grpo.engine_api import GenerateReply, GenerateRequest, SamplingParams
 from async_grpo.errors import GenerationError
 from async_grpo.generation.completions import (
     Part,
@@ -36,8 +36,12 @@ from async_grpo.types import Completion, FinishReason, Int32Array, Prompt, Ticke
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 6
-"""Of one member; waiting for an engine is no try, nor is what an update ended."""
+"""Of one member; waiting for an engine is no try, nor is what an update or a deadline ended with
+tokens."""
 FIRST_BACKOFF_S = 0.05
+ABORT_ANSWER_S = 20.0
+"""For a request to come back with what it has sampled, once it was aborted at its deadline; less
+where the deadline was shorter. Running ones take one more decode step."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,7 +132,8 @@ class Sampler:
 
     Attributes:
         num_retries: requests that failed and were sent again.
-        num_continued: requests that an update ended and that were continued by another.
+        num_continued: requests that an update or their deadline ended with what they had sampled,
+            and that were continued by another.
     """
 
     def __init__(
@@ -171,7 +176,8 @@ class Sampler:
         backoff_s = FIRST_BACKOFF_S
         num_failures = 0
         for number in itertools.count():
-            rid = f"{request.ticket.group_id}-{request.ticket.attempt}-{member}"
+            # SGLang aborts every request whose id begins with the one it is told: no member's does
+            rid = f"{request.ticket.group_id}-{request.ticket.attempt}-{member:03d}"
             if number:
                 rid += f"-{number}"
             try:
@@ -182,7 +188,7 @@ class Sampler:
                     draft.add(part)
                     if (reason := draft.finish_reason()) is not None:
                         return draft.finished(reason, engine.engine_id, self._clock())
-                    if part.token_ids or updating:  # ended by an update: go on behind it
+                    if part.token_ids or updating:  # ended early: go on behind it
                         self.num_continued += 1
                         place = self._router.enqueue(placement, first=True)
                         continue
@@ -214,7 +220,7 @@ class Sampler:
         seed = _seed(self._seed, rid) if seeded else None
         request = draft.rest(rid, engine.names.served(weights), seed=seed)
         try:
-            reply = await engine.client.generate(request, timeout_s=self._section.request_timeout_s)
+            reply = await self._reply(engine, request, rid)
         except (asyncio.CancelledError, GenerationError):
             # it may go on there: nobody waits for it
             self._later(self._abort(engine, rid))
@@ -236,6 +242,39 @@ class Sampler:
         except UnknownWeights as error:
             engine.condemn(f"it lost its weights: {error}", taken_by=error.holder)
             raise
+
+    async def _reply(self, engine: Engine, request: GenerateRequest, rid: str) -> GenerateReply:
+        """The reply; past `request_timeout_s` that of an aborted request: what it has sampled.
+
+        A connection that is closed instead would lose those tokens, and a completion that outlasts
+        the deadline could never end: only short ones would be trained.
+
+        Raises:
+            GenerationError: the engine refuses, fails, or does not answer the abort either.
+        """
+        deadline_s = self._section.request_timeout_s
+        call = asyncio.create_task(
+            engine.client.generate(request, timeout_s=self._section.group_timeout_s)
+        )
+        try:
+            if await _done(call, deadline_s):
+                return call.result()
+            while True:
+                # A paused engine answers when it goes on; the update has deadlines of its own. What
+                # it holds at its door it does not know yet, so it is told again.
+                updating = engine.updating
+                await self._abort(engine, rid)
+                if await _done(call, min(ABORT_ANSWER_S, deadline_s)):
+                    return call.result()
+                if not updating:
+                    break
+        finally:
+            call.cancel()
+        raise GenerationError(
+            f"engine {engine.engine_id} did not answer request {rid} within {deadline_s:g} s "
+            "(generation.request_timeout_s), nor its abort",
+            retryable=True,
+        )
 
     def _check(self, engine: Engine, draft: "_Draft") -> None:
         """Refuse what the engine could not hold."""
@@ -263,6 +302,10 @@ class Sampler:
         """Wait for aborts under way; each has the client's deadline."""
         if self._aborts:
             await asyncio.wait(self._aborts)
+
+
+async def _done(call: "asyncio.Task[GenerateReply]", timeout_s: float) -> bool:
+    return bool((await asyncio.wait([call], timeout=timeout_s))[0])
 
 
 def _seed(run_seed: int, rid: str) -> int:

@@ -163,6 +163,7 @@ class FakeEngine:
     ) -> None:
         self.url = ""
         self.missing: set[Path] = set()
+        self.deaf = False
         self.missing_status = 404
         self._like_sglang = like_sglang
         self._deterministic = deterministic
@@ -316,7 +317,7 @@ class FakeEngine:
         return reply
 
     async def abort(self, rid: str) -> None:
-        if running := self._running.get(rid):
+        if (running := self._running.get(rid)) and not self.deaf:
             self._finish(running, {"type": "abort", "message": "Aborted"})
 
     async def abort_all(self) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from async_grpo.engine_api import Path as Route
-from async_grpo.types import DropReason, Ticket
-from tests.fakes.fake_engine import Fault, Script
+from async_grpo.types import DropReason, Ticket, WeightsName
+from tests.fakes.fake_engine import Fault, Script, fake_logprob
 from tests.fakes.generator_world import LetterTokenizer, World
 
 
@@ -64,6 +64,87 @@ async def test_a_request_that_is_not_answered_in_time_is_aborted_and_sampled_els
         await world.replay.until(lambda: len(world.replay.inserted) == 1)
         rids = [body["rid"] for body in _members(engine)]
         assert len(set(rids)) == len(rids)
+
+
+async def test_what_a_request_sampled_until_its_deadline_is_kept_and_continued(tmp_path):
+    """Long completions would else be sampled from their start again, and never end."""
+    world = World(tmp_path, manual=True, group_size=2)
+    world.config.generation.request_timeout_s = 1.0
+    async with world.running():
+        engine = await _started(world, size=2)
+        first, other = engine.running
+        await engine.step(3)
+        await engine.until(lambda: {f"{first}-1", f"{other}-1"} <= set(engine.running))
+        await engine.step(2)
+        await engine.until(lambda: {f"{first}-2", f"{other}-2"} <= set(engine.running))
+        await engine.step(3)
+        await world.replay.until(lambda: len(world.replay.inserted) == 1)
+        sent = {body["rid"]: body for body in _members(engine)}
+        sampler = world.generator._sampler
+        assert (sampler.num_retries, sampler.num_continued) == (0, 4)
+    prompt = sent[first]["input_ids"]
+    assert sent[f"{first}-1"]["input_ids"] == [*prompt, 5, 5, 5]
+    assert sent[f"{first}-2"]["input_ids"] == [*prompt, 5, 5, 5, 5, 5]
+    assert sent[f"{first}-2"]["sampling_params"]["max_new_tokens"] == 3
+    for rollout in world.replay.inserted[0].rollouts:
+        (sequence,) = rollout.sequences
+        assert sequence.token_ids.tolist() == [5] * 8
+        assert [segment.num_tokens for segment in sequence.segments] == [8]
+        size = sequence.prompt_token_ids.size
+        assert sequence.behavior_logprobs.tolist() == pytest.approx(
+            [fake_logprob("1.0", size + at, 5) for at in range(8)]
+        )
+
+
+async def test_a_request_whose_abort_is_not_answered_is_given_up(tmp_path):
+    """Bounded: the deadline, as long again for the abort, then another try."""
+    world = World(tmp_path, manual=True, group_size=2)
+    world.config.generation.request_timeout_s = 0.3
+    async with world.running():
+        engine = await _started(world, size=2)
+        first = set(engine.running)
+        engine.deaf = True
+        await engine.until(lambda: len(_members(engine)) == 4)
+        assert {call.body["rid"] for call in engine.calls if call.path is Route.ABORT} >= first
+        await engine.until(lambda: not first & set(engine.running))  # their connections are closed
+        engine.deaf = False
+        world.config.generation.request_timeout_s = 30.0
+        await engine.until(lambda: len(engine.running) == 2)
+        await engine.step(8)
+        await world.replay.until(lambda: len(world.replay.inserted) == 1)
+        assert world.generator._sampler.num_retries >= 2
+        assert world.generator._sampler.num_continued == 0
+
+
+async def test_a_deadline_in_the_course_of_an_update_waits_for_its_end(tmp_path):
+    """A paused server answers an abort only when it goes on."""
+    world = World(tmp_path, manual=True, group_size=2)
+    world.config.generation.request_timeout_s = 0.3
+    async with world.running():
+        engine = await _started(world, size=2)
+        first, other = engine.running
+        await engine.step(3)
+        engine.deaf = True  # as a paused SGLang is
+        (slot,) = world.generator._slots
+        slot.engine.begin_update(WeightsName(1, 1))
+        await engine.until(lambda: engine.num_calls(Route.ABORT) >= 6)
+        assert len(_members(engine)) == 2, "nothing was sampled anew"
+        engine.deaf = False
+        await engine.until(lambda: not engine.running)
+        world.config.generation.request_timeout_s = 30.0
+        slot.engine.keep_weights()
+        await engine.until(lambda: {f"{first}-1", f"{other}-1"} <= set(engine.running))
+        await engine.step(5)
+        await world.replay.until(lambda: len(world.replay.inserted) == 1)
+        assert world.generator._sampler.num_retries == 0
+
+
+async def test_no_request_id_begins_with_that_of_another_member(tmp_path):
+    """SGLang aborts every request whose id begins with the one it is told."""
+    async with World(tmp_path, manual=True, group_size=12).running() as world:
+        engine = await _started(world, size=12)
+        rids = list(engine.running)
+        assert not any(a != b and b.startswith(a) for a in rids for b in rids)
 
 
 async def test_b035_ids_are_those_that_were_sampled_whatever_their_text_would_be(tmp_path):
