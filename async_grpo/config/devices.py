@@ -7,6 +7,7 @@ from async_grpo.config.engine import LOOPBACK, EngineKind, EngineSection
 from async_grpo.config.schema import Config
 from async_grpo.config.weights import Backend, Transport
 
+_NAMES = ("GPU-", "MIG-")
 INSTEAD = "set weights.backend=gloo, or weights.transport=http or disk"
 """What works where NCCL does not."""
 
@@ -49,6 +50,12 @@ def card_problems(config: Config) -> Iterator[str]:
     if engine.urls:
         return
     for devices in engine.device_ids:
+        for item in cards_of(devices) or [""] * (engine.kind == EngineKind.sglang):
+            if not item.isdecimal() and not item.startswith(_NAMES):
+                yield (
+                    f"engine.device_ids: {item!r} (in {devices!r}) is no card: give its number, or "
+                    "its name, GPU-... or MIG-..."
+                )
         twice = sorted(card for card, count in Counter(cards_of(devices)).items() if count > 1)
         if twice:
             yield f"engine.device_ids: {devices!r} names card {twice[0]} twice"

@@ -28,10 +28,8 @@ class Cards:
     """the variable's value; None: it is not set, and all of the machine's are seen"""
 
     def __str__(self) -> str:
-        count = f"{len(self.names)} card{'' if len(self.names) == 1 else 's'}"
-        if self.variable is None:
-            return f"the {count} of this machine"
-        return f"the {count} of {VARIABLE}={self.variable}"
+        whose = "this machine" if self.variable is None else f"{VARIABLE}={self.variable}"
+        return f"the {_cards(len(self.names))} of {whose}"
 
     def look_up(self, devices: str, engine: str) -> str:
         """CUDA_VISIBLE_DEVICES of a child, for an entry of `engine.device_ids`.
@@ -54,6 +52,10 @@ class Cards:
                 "0 among them"
             )
         return self.names[int(item)]
+
+
+def _cards(count: int) -> str:
+    return f"{count} card{'' if count == 1 else 's'}"
 
 
 def visible_cards(environ: Mapping[str, str], root: Path = ROOT) -> Cards:
@@ -148,7 +150,7 @@ def _too_few(config: Config, cards: Cards, num_free: int, num_generators: int) -
         factors.append(f"launch.num_generators ({num_generators})")
     beside = " beside the trainer's" if num_free < len(cards.names) else ""
     return (
-        f"{' * '.join(factors)}: engines need {needed} cards{beside}, and {num_free} of {cards} "
+        f"{' * '.join(factors)}: engines need {_cards(needed)}{beside}, and {num_free} of {cards} "
         "are left: start fewer, name cards in engine.device_ids, or add --device=cpu to "
         "engine.server_args; docs/gpu.md tells how one card is shared with the trainer"
     )
@@ -173,9 +175,14 @@ def placement(
     section = config.engine
     trainer = trainer_card(config.trainer.device)
     cards = engine_cards(section, environ, root)
-    whose = f"trainer {trainer}" if trainer_here and trainer is not None else "no trainer"
+    whose = f"trainer on {config.trainer.device}" if trainer is None else f"trainer {trainer}"
+    if not trainer_here:
+        whose = "trainer elsewhere"
     if not section.device_ids and not cards.names and cards.variable is None:
-        return f"{whose}; engines get {section.tensor_parallel_size} each in order; none is here"
+        return (
+            f"{whose}; engines {section.tensor_parallel_size} each of the others, in order; "
+            "this machine has none"
+        )
     try:
         placed = place_engines(
             config,
@@ -188,7 +195,7 @@ def placement(
         names = look_up_all(device_ids, section, environ, root)
     except ConfigError as error:
         return f"a start on this machine would be refused: {error}"
-    seen = f" of {cards}" if cards.names else "; none is here"
+    seen = f" of {cards}" if cards.names else "; this machine has none"
     if (own := _trainers(config, environ, root)) and trainer_here:
         whose = f"trainer {own}"
     return f"{whose}; engines {' | '.join(names) or 'as their generator'}{seen}"

@@ -125,7 +125,7 @@ class Asked:
             return msgspec.json.decode(lines[-1] if lines else "", type=Facts)
         except msgspec.DecodeError as error:
             said = (errors.strip() or answer.strip()).splitlines()
-            what = said[-1] if said else f"exit code {self._process.returncode}"
+            what = said[-1] if said else f"no answer, exit code {self._process.returncode}"
             raise ConfigError(f"{whom} cannot tell its torch and its cards: {what}") from error
 
     def end(self) -> None:

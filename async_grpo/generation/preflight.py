@@ -23,7 +23,7 @@ from async_grpo.config.devices import (
 from async_grpo.config.engine import EngineKind
 from async_grpo.config.schema import Config
 from async_grpo.config.weights import Backend, Transport
-from async_grpo.devices.cards import ROOT, place_engines
+from async_grpo.devices.cards import ROOT, look_up_all, place_engines
 from async_grpo.devices.facts import Asked, CardFacts, Facts, gib
 from async_grpo.errors import ConfigError
 from async_grpo.generation.sglang_server import require_interpreter, server_variables
@@ -89,7 +89,7 @@ def preflight(
         python: the trainer's interpreter.
 
     Raises:
-        ConfigError: too few cards, or an interpreter that does not answer.
+        ConfigError: too few cards, one that is not there, or an interpreter that does not answer.
     """
     if reason := why_skipped(config):
         return Preflight(skipped=reason)
@@ -102,6 +102,8 @@ def preflight(
         num_generators=config.launch.num_generators if whole_run else 1,
         root=root,
     )
+    device_ids = [devices for generator in placed for devices in generator]
+    look_up_all(device_ids, config.engine, environ, root)  # at once, without an interpreter
     variables = server_variables(config.engine, {**environ, **config.engine.environment})
     asked = [Asked(python, environ, "this interpreter")]
     try:
@@ -110,7 +112,6 @@ def preflight(
     finally:
         for each in asked:
             each.end()
-    device_ids = [devices for generator in placed for devices in generator]
     return compare(
         Sides(
             config=config,
@@ -151,9 +152,13 @@ def compare(sides: Sides) -> Preflight:
     )
     number = trainer_card(config.trainer.device)
     if sides.trainer_here and number is not None:
-        if trainer.problem:
-            found.problems.append(f"trainer.device={config.trainer.device}: {trainer.unusable()}")
-        elif number >= len(trainer.cards):
+        # without any card `auto` is the CPU, and only the engines' lack of one is a problem
+        if trainer.problem and (config.trainer.device != "auto" or engine.cards or trainer.driver):
+            found.problems.append(
+                f"trainer.device={config.trainer.device}: {trainer.unusable()}; to go on without "
+                "the card set trainer.device=cpu"
+            )
+        elif trainer.cards and number >= len(trainer.cards):
             found.problems.append(
                 f"trainer.device={config.trainer.device}: CUDA shows the trainer "
                 f"{len(trainer.cards)} cards, counted from 0"

@@ -85,6 +85,11 @@ CONFIGURATION = [
             ("replay.address must end with a port of 0 to 65535",)),
     Mistake("an engine URL without scheme", "check @ engine.urls=[host:1]", 2,
             ("engine.urls: 'host:1' must start with http:// or https://",)),
+    Mistake("NCCL, and an engine on the trainer's card",
+            "check @ engine.kind=sglang engine.python=python3 engine.device_ids=['0'] "
+            "weights.backend=nccl", 2,
+            ("engine.device_ids: card 0 is the trainer's too", "NCCL refuses a shared card",
+             "set weights.backend=gloo")),
     Mistake("a run directory that is none", "audit %/nothing", 2, ("is no run directory",)),
 ]  # fmt: skip
 
@@ -109,6 +114,9 @@ MODEL_AND_TASK = [
             ("has no chat template; set task.chat_template=false",)),
     Mistake("prompts longer than the context", "generator @ --name g engine.context_length=8", 2,
             ("engine.context_length (8) is below the", "raise it, or shorten prompts")),
+    Mistake("more engines than cards",
+            "generator @ --name g engine.kind=sglang engine.python=python3 engine.num_engines=99",
+            2, ("engine.num_engines (99): engines need 99 cards", "start fewer")),
     Mistake("an unknown task", "generator @ --name g task.name=nosuch", 2,
             ("task.name: no task 'nosuch'; known are arithmetic, jsonl, reverse",)),
     Mistake("a wrong task option", "generator @ --name g task.options.lenght=3", 2,

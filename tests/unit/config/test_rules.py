@@ -107,6 +107,16 @@ def test_an_engine_does_not_name_a_card_twice(base: Path) -> None:
     assert problem == "engine.device_ids: '1, 1' names card 1 twice"
 
 
+@pytest.mark.parametrize("entry", ["a b", "1,", "-1", "cuda:1", ""])
+def test_what_is_no_card_is_not_handed_to_an_engine(base: Path, entry: str) -> None:
+    """CUDA ignores it and all that follows, and the engine would start without a card."""
+    found = problems_of(base, *SGLANG, f"engine.device_ids=['{entry}']")
+    (problem,) = [text for text in found if "is no card" in text]
+    assert problem.startswith("engine.device_ids: ")
+    load_config(base, [*SGLANG, "engine.device_ids=['GPU-8932f937']"])
+    load_config(base, [*SGLANG, "engine.device_ids=['MIG-1']"])
+
+
 def test_nccl_is_not_given_a_card_of_trainer_and_engine(base: Path) -> None:
     shared = [*SGLANG, "engine.device_ids=['0']"]
     for device in ("auto", "cuda", "cuda:0"):

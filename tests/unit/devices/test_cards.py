@@ -133,6 +133,9 @@ def test_check_says_who_gets_which_card(eight, tmp_path):
     assert outer == "trainer 4; engines 5 | 6 of the 3 cards of CUDA_VISIBLE_DEVICES=4,5,6"
     few = said(config(num_engines=9), eight)
     assert few.startswith("a start on this machine would be refused: engine.num_engines (9): ")
-    assert said(made, tmp_path / "none") == "trainer 0; engines get 1 each in order; none is here"
+    assert said(made, tmp_path / "none") == (
+        "trainer 0; engines 1 each of the others, in order; this machine has none"
+    )
+    assert said(config("cpu", device_ids=["1"]), eight).startswith("trainer on cpu; engines 1 of ")
     named = said(config(device_ids=["3"]), tmp_path / "none")
-    assert named == "trainer 0; engines 3; none is here"
+    assert named == "trainer 0; engines 3; this machine has none"

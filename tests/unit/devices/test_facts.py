@@ -80,7 +80,7 @@ def test_an_environment_without_torch_is_told_apart(tmp_path):
     [
         ("raise SystemExit('no module named json')", "no module named json"),
         ("print('no JSON')", "no JSON"),
-        ("raise SystemExit(3)", "exit code 3"),
+        ("raise SystemExit(3)", "no answer, exit code 3"),
     ],
 )
 def test_an_interpreter_that_fails_says_why(tmp_path, text, says):

@@ -121,10 +121,21 @@ def test_a_driver_too_old_for_one_side_is_told_of_that_side():
         "torch 2.14.1 cannot use CUDA: too old; the driver is 550.54.15, and torch for CUDA 13.0 "
         "needs branch 580 or newer"
     )
-    assert compared(config(), old, answer(8)).problems == [f"trainer.device=auto: {why}"]
+    assert compared(config(), old, answer(8)).problems == [
+        f"trainer.device=auto: {why}; to go on without the card set trainer.device=cpu"
+    ]
     assert compared(config(device="cpu"), old, answer(8)).problems != [], "nccl has no card there"
     (problem,) = compared(config(), answer(8), old).problems
     assert problem.startswith(f"engine.python: /env/python: {why}; for engines on the CPU add")
+
+
+def test_on_a_machine_without_cards_only_the_engines_lack_them():
+    none = {"torch": "2.13.0+cpu", "problem": "it is a build without CUDA"}
+    (problem,) = compared(config(), none, none, []).problems
+    assert problem.startswith("engine.python: ")
+    assert len(compared(config(device="cuda"), none, none, []).problems) == 2
+    # the engines see a card: then `auto` must not be the CPU
+    assert len(compared(config(), none, answer(1), ["0"]).problems) == 1
 
 
 def test_a_trainers_card_that_is_not_there_is_told():
