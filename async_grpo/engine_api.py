@@ -295,6 +295,15 @@ class WeightsCheckerRequest(msgspec.Struct, kw_only=True):
     action: str = "checksum"
 
 
+class Checksums(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's weights are, for comparisons with engines and weights before."""
+
+    total: str
+    """over all weights"""
+    tensors: dict[str, str]
+    """by the server's own names, which fuse some of Hugging Face's; over all ranks. May be empty"""
+
+
 class RankChecksums(msgspec.Struct, kw_only=True):
     """Of one rank of a server."""
 
@@ -309,4 +318,3 @@ class WeightsCheckerReply(msgspec.Struct, kw_only=True):
     message: str = ""
     per_engine_checksum: str | None = None
     ranks: list[RankChecksums] = []
-    """the embedded engine lists none: it refuses tensors that it does not know"""

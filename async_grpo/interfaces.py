@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.engine_api import (
+    Checksums,
     GenerateReply,
     GenerateRequest,
     InitGroupRequest,
@@ -217,12 +218,8 @@ class EngineClient(Protocol):
         """Load a directory of safetensors."""
         ...
 
-    async def checksum(self) -> str:
-        """Checksum over all weights; empty: the server gives none."""
-        ...
-
-    async def tensor_names(self) -> set[str] | None:
-        """Names of all tensors, as the server has them; None: it does not tell."""
+    async def checksums(self) -> Checksums | None:
+        """Of all weights and of each tensor; None: the server gives none."""
         ...
 
     async def close(self) -> None:
@@ -293,6 +290,7 @@ class PublishReplay(Protocol):
         plan_hash: str,
         buckets: list[BucketSpec],
         probe: Probe,
+        digests: dict[str, int],
         files: WeightFiles | None = None,
     ) -> AnnounceReply:
         """Start a publish; freezes the cells. With `files`, each engine loads them for itself."""

@@ -168,13 +168,23 @@ class BucketSpec(Struct, frozen=True, kw_only=True):
     shapes: list[list[int]]
 
 
-class Probe(Struct, frozen=True, kw_only=True):
+class ProbeIds(Struct, frozen=True, kw_only=True):
     """Fixed ids and the trainer's own log-probs of them under the new weights (T = 1)."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """[len(token_ids) - 1] of ids 1.. given their prefix"""
+    """[len(token_ids) - 1] of ids 1.. given their prefix; those of a shorter prompt are a prefix"""
+
+
+class Probe(Struct, frozen=True, kw_only=True):
+    """What an engine must compute with the new weights before anything it samples is used."""
+
+    sets: list[ProbeIds]
+    """asked one after the other, until one agrees"""
     tolerance: float
+    """largest mean |log-prob difference| over a set, nats"""
+    max_tolerance: float
+    """largest |log-prob difference| of one position, nats"""
 
 
 class CellPhase(StrEnum):
@@ -212,9 +222,14 @@ class UpdateReport(Struct, frozen=True, kw_only=True):
     """What an engine's update was like; for metrics and alarms, no decision is made from it."""
 
     checksum: str
-    """over all weights, as the engine gives it: comparable between engines of one kind and size"""
+    """over all weights, as the engine gives it: comparable between engines of one kind and size;
+    empty: it gives none"""
+    alarms: list[str] = []
+    """what the checksums of single tensors show, where it fails no update"""
     probe_gap: float
-    """largest |log-prob difference| (nats) between trainer and engine on the probe"""
+    """mean |log-prob difference| (nats) between trainer and engine on the probe"""
+    probe_gap_max: float
+    """largest of them"""
     seconds: dict[str, float]
     """by part: `begin`, `go`, `receive`, `verify`, `probe`; their sum is about the pause that
     requests saw"""
@@ -232,6 +247,8 @@ class UpdateOrder(Struct, frozen=True, kw_only=True):
     """their rank offsets"""
     buckets: list[BucketSpec]
     probe: Probe
+    digests: dict[str, int]
+    """of the bytes of each tensor: equal iff the bytes are"""
     files: WeightFiles | None = None
     """load these, whenever the engine is ready; there is no `go` then"""
     rendezvous: Rendezvous | None = None

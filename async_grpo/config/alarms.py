@@ -30,6 +30,8 @@ class AlarmKind:
     """the threshold is the smallest good value; else the largest"""
     advice: str
     """what to look at or change, for the log"""
+    at_once: float | None = None
+    """a single step beyond so many times the threshold raises it"""
 
     @property
     def threshold_field(self) -> str:
@@ -46,6 +48,7 @@ KINDS = (
     AlarmKind(
         "lag0_gap", "logprob/lag0_gap", False,
         "engine and trainer disagree about the same weights: dtype, kernels or sampling parameters",
+        at_once=3.0,  # an asynchronous run measures it in its first step, and then seldom
     ),
     AlarmKind(
         "k3", "kl/behavior_k3", False,
@@ -98,7 +101,8 @@ class AlarmsSection:
     """warn, stop, shrink_depth or scale_lr."""
     lag0_gap_max: float | None = 0.05
     """Mean |log-prob difference| of engine and trainer on tokens of the very same weights, nats
-    (Ring-1T calls 5 % of relative probability failing)."""
+    (Ring-1T calls 5 % of relative probability failing). 2.5 times the trainer's own rounding
+    counts instead where that is more. One step beyond three times this raises the alarm at once."""
     lag0_gap_action: AlarmAction = AlarmAction.warn
     """As above."""
     k3_max: float | None = 0.1

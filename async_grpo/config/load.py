@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from async_grpo.config.presets import PRESETS, Preset
-from async_grpo.config.rules import all_problems, resolve_length_limit, resolve_probe_tolerance
+from async_grpo.config.rules import all_problems, resolve_length_limit
 from async_grpo.config.schema import Config
 from async_grpo.errors import ConfigError
 
@@ -52,7 +52,6 @@ def _to_config(merged: DictConfig, problems: list[str]) -> Config:
         raise ConfigError([*problems, _first_line(error)]) from error
     assert isinstance(config, Config)
     resolve_length_limit(config)
-    resolve_probe_tolerance(config)
     return config
 
 

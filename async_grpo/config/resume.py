@@ -34,7 +34,7 @@ _MAY_DIFFER: dict[str, tuple[str, ...]] = {
     "weights": (
         "bucket_bytes", "backend", "host", "engines_per_cell", "timeout_s", "max_failures",
         "probe_tolerance", "transport", "late_transport", "directory", "download_directory",
-        "check_names",
+        "check_names", "check_arrival",
     ),
     "eval": ("num_prompts", "num_completions", "temperature", "max_new_tokens", "timeout_s"),
 }  # fmt: skip

@@ -10,7 +10,6 @@ from async_grpo.config.engine import EngineKind, EngineSection
 from async_grpo.config.objective import objective_warnings
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import DrawOrder, OverAge, StalenessSection
-from async_grpo.config.weights import PROBE_TOLERANCES
 
 BYTES_PER_TOKEN = 8
 """Wire size of one token: int32 id and float32 log-prob."""
@@ -33,12 +32,6 @@ def resolve_length_limit(config: Config) -> None:
     read = algorithm.overlong_buffer_tokens > 0 or algorithm.aggregation is Aggregation.constant
     if read and algorithm.length_limit is None:
         algorithm.length_limit = config.generation.max_new_tokens
-
-
-def resolve_probe_tolerance(config: Config) -> None:
-    """Set `weights.probe_tolerance`, where it is 0, by the policy's dtype."""
-    if config.weights.probe_tolerance == 0:
-        config.weights.probe_tolerance = PROBE_TOLERANCES[config.policy.dtype]
 
 
 def group_bytes_bound(config: Config, prompt_tokens: int = 0) -> int:

@@ -24,11 +24,37 @@ class Transport(StrEnum):
     http = "http"
 
 
-PROBE_TOLERANCES = {DType.float64: 1e-3, DType.float32: 1e-3, DType.bfloat16: 1.0}
-"""Above the noise between two implementations of one model, of the worst log-prob of the probe. In
-bfloat16, between attention kernels and batch shapes, that was 0.2 to 0.5 nats on a real model of
-135 M parameters (random ids are unlikely: about -14 nats each); weights that are not its own are
-off by several."""
+NOISE_MARGIN = 2.5
+"""Engine and trainer round differently, each as far from the exact figure as the trainer alone.
+Measured (docs/weights.md): correct engines are at most 1.7 times the trainer's own rounding off."""
+LARGEST_TO_MEAN = 10.0
+"""Of |log-prob differences| by rounding: the largest of a probe is four to ten times its mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLimits:
+    """The largest |log-prob difference| on a probe that rounding explains, in nats."""
+
+    mean: float
+    """over its positions"""
+    largest: float
+    """of a single position"""
+
+    def above(self, noise: float) -> "ProbeLimits":
+        """Not below what a trainer's own rounding, as a mean in nats, makes likely."""
+        return self.at_least(NOISE_MARGIN * noise)
+
+    def at_least(self, mean: float) -> "ProbeLimits":
+        """With a mean of at least so much."""
+        return ProbeLimits(max(self.mean, mean), max(self.largest, LARGEST_TO_MEAN * mean))
+
+
+PROBE_LIMITS = {
+    DType.float64: ProbeLimits(mean=1e-3, largest=1e-3),
+    DType.float32: ProbeLimits(mean=1e-3, largest=1e-3),
+    DType.bfloat16: ProbeLimits(mean=0.05, largest=5.0),
+}
+"""The least ones by the policy's dtype; a model whose rounding is larger has larger ones."""
 
 
 @dataclass(kw_only=True)
@@ -67,8 +93,26 @@ class WeightsSection:
     """Failed updates in a row after which an engine is dead. Broadcasts and files are counted
     apart: a restarted engine that loads files proves nothing about broadcasts."""
     probe_tolerance: float = 0.0
-    """Largest |log-prob difference| (nats) between trainer and engine on the probe; 0: by
-    policy.dtype, 1 for bfloat16 and 0.001 else."""
+    """Largest mean |log-prob difference| (nats) between trainer and engine on the probe. 0: 2.5
+    times the rounding that the trainer measures at its start, and at least 0.05 with bfloat16,
+    0.001 else. A single position may differ by ten times as much, and by 5 with bfloat16."""
+    check_arrival: bool = True
+    """Fail an update after which a tensor of the engine has the checksum that it had with other
+    bytes of the trainer's; false: only tell. For an engine that stores weights in a coarser format
+    without saying so, where a small step may vanish."""
+
+    def probe_limits(self, dtype: DType, noise: float) -> ProbeLimits:
+        """What a probe may differ by.
+
+        Args:
+            dtype: of the policy.
+            noise: mean |log-prob difference| of the trainer's own rounding on the probe, nats.
+        """
+        least = PROBE_LIMITS[dtype]
+        if self.probe_tolerance:
+            largest = least.at_least(self.probe_tolerance).largest
+            return ProbeLimits(self.probe_tolerance, largest)
+        return least.above(noise)
 
     def transports(self) -> set[Transport]:
         """All that may be used."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from async_grpo.doctor.gaps import LIMITS, gap_between
+from async_grpo.doctor.gaps import gap_between
 from async_grpo.doctor.report import Finding, fail, ok, skipped
 from async_grpo.doctor.subject import Sample, Subject
 from async_grpo.doctor.two_policies import Which
@@ -127,7 +127,7 @@ async def _judge_retract(
     subject: Subject, samples: list[Sample], policies: Mapping[str, Which]
 ) -> Crossing:
     """Every token is of the weights that it is tagged with."""
-    limits = LIMITS[subject.config.policy.dtype]
+    limits = subject.limits
     boundaries, worst, problem = [], 0.0, ""
     for sample in samples:
         under = {
@@ -153,7 +153,7 @@ async def _judge_in_place(
     subject: Subject, samples: list[Sample], policies: Mapping[str, Which]
 ) -> Crossing:
     """The switch is where it is said to be: exact before it, not behind it."""
-    limits = LIMITS[subject.config.policy.dtype]
+    limits = subject.limits
     boundaries, worst, late, problem = [], 0.0, [], ""
     for sample in samples:
         first, *others = sample.part.segments

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_grpo.config.policy import DType
-from async_grpo.config.schema import Config
-from async_grpo.config.weights import PROBE_TOLERANCES
+from async_grpo.config.weights import NOISE_MARGIN
 from async_grpo.errors import GenerationError
 
 
@@ -43,22 +42,25 @@ class Limits:
     mean: float
     p99: float
 
+    def above(self, noise: float) -> "Limits":
+        """Not below what the policy's own rounding, as a mean in nats, makes likely."""
+        mean = NOISE_MARGIN * noise
+        return Limits(max(self.mean, mean), max(self.p99, _P99_TO_MEAN * mean))
+
     def hold(self, gap: Gap) -> bool:
         """Written so that a NaN fails."""
         return gap.mean <= self.mean and gap.p99 <= self.p99
 
+
+_P99_TO_MEAN = 6.0
+"""Of |log-prob differences| by rounding, which are nearly exponentially distributed."""
 
 LIMITS = {
     DType.float64: Limits(mean=1e-4, p99=1e-3),  # engines sample in float32 at best
     DType.float32: Limits(mean=1e-4, p99=1e-3),
     DType.bfloat16: Limits(mean=0.03, p99=0.3),
 }
-"""By the policy's dtype. A weight, temperature or cache that is wrong gives a mean above 0.1."""
-
-
-def probe_tolerance(config: Config) -> float:
-    """`weights.probe_tolerance`, resolved."""
-    return config.weights.probe_tolerance or PROBE_TOLERANCES[config.policy.dtype]
+"""The least ones by the policy's dtype; a model whose rounding is larger has larger ones."""
 
 
 def gap_between(found: Sequence[float], expected: Sequence[float]) -> Gap:

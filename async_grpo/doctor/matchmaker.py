@@ -59,6 +59,7 @@ class Matchmaker:
         plan_hash: str,
         buckets: list[BucketSpec],
         probe: Probe,
+        digests: dict[str, int],
         files: WeightFiles | None = None,
     ) -> AnnounceReply:
         """One cell, of the one engine."""
@@ -72,6 +73,7 @@ class Matchmaker:
             ranks=[_RANK],
             buckets=buckets,
             probe=probe,
+            digests=digests,
             files=files,
         )
         self._show()

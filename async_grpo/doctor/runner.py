@@ -90,5 +90,5 @@ def _examine_policy(config: Config, findings: list[Finding]) -> ExaminedPolicy:
     else:
         finding, texts = check_prompts(config, tokenizer)
         findings.append(finding)
-    policies = TwoPolicies(model, seed=config.run.seed)
+    policies = TwoPolicies(model, config.weights, seed=config.run.seed)
     return ExaminedPolicy(policies, tokenizer, texts)

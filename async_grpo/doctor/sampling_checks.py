@@ -4,11 +4,13 @@ import asyncio
 import math
 from itertools import chain
 
-from async_grpo.doctor.gaps import LIMITS, Gap, gap_between, probe_tolerance
+from async_grpo.config.weights import LARGEST_TO_MEAN
+from async_grpo.doctor.gaps import Gap, gap_between
 from async_grpo.doctor.report import Finding, fail, ok
 from async_grpo.doctor.subject import Sample, Subject
 from async_grpo.doctor.two_policies import Which
 from async_grpo.errors import GenerationError
+from async_grpo.weights.probing import ProbeGap
 
 _SAMPLES_PER_PROMPT = 4
 _MAX_NEW_TOKENS = 48
@@ -47,7 +49,7 @@ async def check_logprobs(
     """That the engine's log-probs of what it sampled are the trainer's, at `temperature`."""
     check = f"log-probs, T={temperature:g}"
     gap = await _gap(subject, samples)
-    if LIMITS[subject.config.policy.dtype].hold(gap):
+    if subject.limits.hold(gap):
         return ok(check, str(gap), gap.values()), gap
     return fail(check, str(gap), await _cause(subject, samples, temperature), gap.values()), gap
 
@@ -73,7 +75,7 @@ async def _gap(subject: Subject, samples: list[Sample], at: float | None = None)
 async def _cause(subject: Subject, samples: list[Sample], temperature: float) -> str:
     """What to do about a gap, by what explains it."""
     dtype = subject.config.policy.dtype
-    if temperature != 1 and LIMITS[dtype].hold(await _gap(subject, samples, at=1.0)):
+    if temperature != 1 and subject.limits.hold(await _gap(subject, samples, at=1.0)):
         return (
             "the engine's log-probs are not divided by the temperature: start it without what "
             "returns original log-probs (SGLANG_RETURN_ORIGINAL_LOGPROB), or sample at "
@@ -149,7 +151,7 @@ async def _truncated(subject: Subject) -> tuple[bool, str]:
             raise
         return True, f"{name} is refused"
     gap = await _gap(subject, [sample])
-    if LIMITS[subject.config.policy.dtype].hold(gap):
+    if subject.limits.hold(gap):
         return True, f"log-probs under {name} are of the full distribution"
     return False, f"log-probs under {name} are of the truncated one: off by {gap.mean:.2g} nats"
 
@@ -178,18 +180,20 @@ async def check_noise(subject: Subject, samples: list[Sample], gap: Gap) -> Find
         subject.policies.logprobs, Which(subject.which), ids[:1], ids[1:], 1.0
     )
     prefill = gap_between(first, own)
-    floor = max(alone.max, crowded.max, prefill.max)
+    gaps = (alone, crowded, prefill)
+    limits = subject.policies.probe_limits
+    floor = ProbeGap(max(each.mean for each in gaps), max(each.max for each in gaps))
     figure = (
         f"engine twice {alone.max:.2g}, beside others {crowded.max:.2g}; prefill against trainer "
         f"{prefill.max:.2g}; sampled against trainer: {gap}"
     )
     values = {"twice": alone.max, "beside_others": crowded.max, "prefill": prefill.max}
-    tolerance = probe_tolerance(subject.config)
-    if not floor <= tolerance:
+    if not floor.within(limits.mean, limits.largest):
+        raised = 2 * max(floor.mean, floor.largest / LARGEST_TO_MEAN)
         advice = (
-            f"the probe after each weight update would fail for no reason: raise "
-            f"weights.probe_tolerance ({tolerance:g}) to {2 * floor:.1g}, if the other lines are "
-            "ok; else mend those first"
+            f"the probe after each weight update would fail for no reason: set "
+            f"weights.probe_tolerance ({limits.mean:.2g} now) to {raised:.1g}, if the other lines "
+            "are ok; else mend those first"
         )
         return fail(check, figure, advice, values | gap.values("sampled_"))
     return ok(check, figure, values | gap.values("sampled_"))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.config.schema import Config
+from async_grpo.doctor.gaps import LIMITS, Limits
 from async_grpo.doctor.two_policies import TwoPolicies, Which
 from async_grpo.engine_api import GenerateReply, GenerateRequest, SamplingParams, ServerInfo
 from async_grpo.errors import GenerationError
@@ -55,6 +56,11 @@ class Subject:
     def info(self) -> ServerInfo:
         """What the engine says of itself."""
         return self.engine.info
+
+    @property
+    def limits(self) -> Limits:
+        """The largest gap between it and the trainer that rounding explains."""
+        return LIMITS[self.config.policy.dtype].above(self.policies.noise)
 
     @property
     def namespace(self) -> str:

@@ -12,7 +12,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from async_grpo.replay_parts import Probe
+from async_grpo.config.weights import ProbeLimits, WeightsSection
+from async_grpo.replay_parts import ProbeIds
 from async_grpo.training.model import PolicyModel
 from async_grpo.training.scoring import sequence_logprobs
 from async_grpo.training.weight_source import PolicyWeights
@@ -36,16 +37,21 @@ class TwoPolicies:
 
     Args:
         model: its tensors are written to; `use(OWN)` restores them exactly.
+        settings: section `weights`.
         seed: of the perturbation, and of the probe's ids.
 
     Attributes:
         source: of the weights that are in use, for a publisher. Its probe allows any difference:
             the checks judge it.
+        probe_limits: what a run's probe would allow.
+        noise: mean |log-prob difference| of the policy's own rounding, nats.
     """
 
-    def __init__(self, model: PolicyModel, *, seed: int) -> None:
+    def __init__(self, model: PolicyModel, settings: WeightsSection, *, seed: int) -> None:
         self.model = model
-        self.source = PolicyWeights(model, seed=seed, tolerance=math.inf)
+        self.source = PolicyWeights(model, settings, seed=seed)
+        self.probe_limits, self.noise = self.source.limits, self.source.noise
+        self.source.limits = ProbeLimits(math.inf, math.inf)
         own = {name: tensor.detach().clone() for name, tensor in self.source.named_tensors()}
         self._weights = {Which.OWN: own, Which.PERTURBED: _perturbed(own, seed)}
         self._used = Which.OWN
@@ -63,10 +69,10 @@ class TwoPolicies:
                 tensor.copy_(self._weights[which][name])
             self._used = which
 
-    def probe(self, which: Which) -> Probe:
-        """Fixed ids and their log-probs under these weights, as a run announces them."""
+    def probe(self, which: Which) -> ProbeIds:
+        """Fixed ids and their log-probs under these weights, as a run asks for them first."""
         self.use(which)
-        return self.source.probe()
+        return self.source.probe().sets[0]
 
     def logprobs(
         self, which: Which, prompt: Sequence[int], token_ids: Sequence[int], temperature: float
@@ -96,7 +102,7 @@ class TwoPolicies:
         means = -weighted.sum(-1)
         return means.sum().item(), (squares.sum(-1) - means.square()).sum().item()
 
-    def without_each(self, which: Which, probe: Probe) -> Iterator[tuple[str, list[float]]]:
+    def without_each(self, which: Which, probe: ProbeIds) -> Iterator[tuple[str, list[float]]]:
         """Log-probs of the probe if one tensor, each in turn, had not arrived.
 
         Yields:

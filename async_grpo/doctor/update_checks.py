@@ -15,7 +15,7 @@ import torch
 
 from async_grpo.config.policy import DType
 from async_grpo.doctor.crossing import cross, spans_finding
-from async_grpo.doctor.gaps import LIMITS, Gap, gap_between, probe_tolerance
+from async_grpo.doctor.gaps import Gap, gap_between
 from async_grpo.doctor.report import Finding, fail, ok
 from async_grpo.doctor.subject import Sample, Subject
 from async_grpo.doctor.two_policies import Which
@@ -23,11 +23,14 @@ from async_grpo.doctor.weight_link import Sent, WeightLink
 from async_grpo.engine_api import PauseMode
 from async_grpo.errors import GenerationError
 from async_grpo.generation.update_modes import in_place_is_safe
-from async_grpo.replay_parts import Probe
+from async_grpo.replay_parts import ProbeIds
+from async_grpo.weights.probing import fitting, probe_gap
 
 _MAX_PREFIX_TOKENS = 192
 """More than a block of any engine's prefix cache."""
 _PREFIX_SAMPLE_TOKENS = 4
+_PROBE_MARGIN = 6
+"""Positions of its context that SGLang wants besides a prompt."""
 _MAX_MORE_TRIES = 4
 """Updates after the first until a completion was in flight at the right moment."""
 _EXPLAINS = 0.5
@@ -58,7 +61,7 @@ class Updates:
     def __init__(self, subject: Subject, link: WeightLink) -> None:
         self._subject, self._link = subject, link
         self._policies: dict[str, Which] = {}
-        self._tolerance = probe_tolerance(subject.config)
+        self._limits = subject.policies.probe_limits
         self._coarse = subject.config.policy.dtype is DType.bfloat16
 
     async def start(self) -> Arrival:
@@ -113,23 +116,30 @@ class Updates:
         return await self._send(Which.PERTURBED if own else Which.OWN, PauseMode.RETRACT)
 
     async def _send(self, which: Which, mode: PauseMode) -> Arrival:
+        subject = self._subject
         sent = await self._link.send(which, mode)
         self._policies[str(sent.weights)] = which
-        probe = await asyncio.to_thread(self._subject.policies.probe, which)
-        found = await self._subject.prompt_logprobs(probe.token_ids)
+        room = subject.context - _PROBE_MARGIN
+        probe = fitting(await asyncio.to_thread(subject.policies.probe, which), room)
+        found = await subject.prompt_logprobs(probe.token_ids)
         gap = gap_between(found, probe.logprobs)
+        close = probe_gap(found, probe.logprobs).within(self._limits.mean, self._limits.largest)
         suspects: list[str] = []
-        if self._coarse or not gap.max <= self._tolerance:
+        if self._coarse or not close:
             suspects = await asyncio.to_thread(self._suspects, which, probe, found, gap)
         problem = ""
-        if suspects or not gap.max <= self._tolerance:
+        if suspects or not close:
             problem = f"after weights {sent.weights} log-probs are off by {gap.max:.2g} nats"
         if suspects:
             more = f" or {len(suspects) - _NAMED} others" if len(suspects) > _NAMED else ""
             problem += f", as if {' or '.join(suspects[:_NAMED])}{more} had not arrived"
+        elif sent.alarms and not problem:
+            problem = "; ".join(sent.alarms)
         return Arrival(which, sent, gap, problem)
 
-    def _suspects(self, which: Which, probe: Probe, found: Sequence[float], gap: Gap) -> list[str]:
+    def _suspects(
+        self, which: Which, probe: ProbeIds, found: Sequence[float], gap: Gap
+    ) -> list[str]:
         """Tensors whose absence explains what the engine computes far better, the best first.
 
         Compares explanations, not sizes: so it also sees what a coarse dtype's rounding hides.
@@ -211,7 +221,7 @@ class PrefixCache:
             stale: by the pause mode of the update, what `gaps` found after it.
             flushed: the engine said that it dropped its cache in the update by retract.
         """
-        check, limits = "prefix cache", LIMITS[self._subject.config.policy.dtype]
+        check, limits = "prefix cache", self._subject.limits
         parts, values = [], {"cached_tokens": float(self._num_cached)}
         problem = ""
         for mode, (named, bare) in stale.items():

@@ -1,8 +1,8 @@
 """Weight updates of one engine by the code of a run, without a replay server and a generator.
 
 The publisher is the trainer's, the driver the generator's; `matchmaker` stands between them. The
-probe's tolerance is infinite, so that an engine with wrong weights stays to be examined. Knows no
-check.
+probe allows any difference and checksums are only told, so that an engine with wrong weights stays
+to be examined. Knows no check.
 """
 
 import asyncio
@@ -39,6 +39,9 @@ class Sent:
 
     weights: WeightsName
     checksum: str
+    """empty: the engine gives none"""
+    alarms: list[str]
+    """what the checksums of its tensors show"""
     kv_kept: bool
     """the engine refused to drop cached KV, or was not asked to"""
     seconds: float
@@ -62,7 +65,7 @@ class WeightLink:
             Path(config.weights.directory or run_directory / "weights")
         )
         device = subject.policies.model.device
-        settings = settings_in_force(config, device)
+        settings = replace(settings_in_force(config, device), check_arrival=False)
         if Transport.disk in settings.transports():
             settings = replace(settings, directory=str(self._directory))
         self._matchmaker = Matchmaker(engine)
@@ -76,6 +79,7 @@ class WeightLink:
                 self._spawn,
                 settings,
                 on_weight_update=OnWeightUpdate(mode.value),
+                dtype=config.policy.dtype,
             )
             for mode in (PauseMode.RETRACT, PauseMode.IN_PLACE)
         }
@@ -112,6 +116,7 @@ class WeightLink:
         return Sent(
             weights,
             self._engine.checksum,
+            result.alarms,
             self._engine.names.keeps_kv(weights),
             time.monotonic() - started,
         )

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from async_grpo.engine.admission import Limits
 from async_grpo.engine_api import (
+    Checksums,
     DestroyGroupRequest,
     GenerateReply,
     GenerateRequest,
@@ -107,6 +108,6 @@ class EngineBackend(Protocol):
         """Close the session."""
         ...
 
-    async def checksum(self) -> str:
-        """Hash over all weights, computed now."""
+    async def checksums(self) -> Checksums:
+        """Of all weights and of each tensor, computed now."""
         ...

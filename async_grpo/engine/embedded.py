@@ -23,6 +23,7 @@ from async_grpo.engine.request_table import RequestTable
 from async_grpo.engine.telemetry import Telemetry
 from async_grpo.engine.weight_loader import WeightLoader
 from async_grpo.engine_api import (
+    Checksums,
     DestroyGroupRequest,
     GenerateReply,
     GenerateRequest,
@@ -164,9 +165,9 @@ class EmbeddedEngine:
             self._model.path, self.load(), num_paused=len(self._requests) if self._paused else 0
         )
 
-    async def checksum(self) -> str:
-        """Hash over all weights."""
-        return await self._thread.run(self._loader.checksum)
+    async def checksums(self) -> Checksums:
+        """Of all weights and of each tensor."""
+        return await self._thread.run(self._loader.checksums)
 
     # ---- pauses
 

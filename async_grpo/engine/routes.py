@@ -22,6 +22,7 @@ from async_grpo.engine_api import (
     LoadsReply,
     Path,
     PauseRequest,
+    RankChecksums,
     UpdateFromDiskReply,
     UpdateFromDiskRequest,
     UpdateFromDistributedRequest,
@@ -202,7 +203,10 @@ class _ControlRoutes:
                 request = await _parse(http, WeightsCheckerRequest)
             if request.action != "checksum":
                 raise RequestRefused(f"action {request.action!r} is not supported")
-            reply = WeightsCheckerReply(per_engine_checksum=await self._backend.checksum())
+            found = await self._backend.checksums()
+            reply = WeightsCheckerReply(
+                per_engine_checksum=found.total, ranks=[RankChecksums(checksums=found.tensors)]
+            )
         except RequestRefused as refused:
             reply = WeightsCheckerReply(success=False, message=refused.message)
             return _json(reply, status=refused.status)

@@ -19,6 +19,7 @@ from async_grpo.engine.checkpoint_files import CheckpointFiles
 from async_grpo.engine_api import (
     FLATTENED_BUCKET,
     NOT_RECEIVED,
+    Checksums,
     DestroyGroupRequest,
     InitGroupRequest,
     UpdateFromDistributedRequest,
@@ -134,14 +135,17 @@ class WeightLoader:
             for name, tensor in files.tensors():
                 self._tensors[name].copy_(tensor)
 
-    def checksum(self) -> str:
-        """Hash over names, shapes and bytes of all tensors, tied ones once. No cryptography."""
-        digest = xxhash.xxh3_128()  # as fast as memory: requests are paused meanwhile
+    def checksums(self) -> Checksums:
+        """Hashes over name, shape and bytes of each tensor, tied ones once. No cryptography."""
+        tensors = {}
         for name, tensor in sorted(self._required.items()):
+            digest = xxhash.xxh3_64()  # as fast as memory: requests are paused meanwhile
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
             digest.update(flat.cpu().numpy().data)
-        return digest.hexdigest()
+            tensors[name] = digest.hexdigest()
+        total = xxhash.xxh3_128_hexdigest(" ".join(tensors.values()).encode())
+        return Checksums(total=total, tensors=tensors)
 
     def close(self) -> None:
         """Leave all groups."""

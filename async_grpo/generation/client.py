@@ -16,6 +16,7 @@ import msgspec
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.engine_api import (
     AbortRequest,
+    Checksums,
     DestroyGroupRequest,
     GenerateReply,
     GenerateRequest,
@@ -264,39 +265,12 @@ class HttpEngineClient:
         """Load a directory of safetensors."""
         await self._control(Path.UPDATE_FROM_DISK, request, timeout_s)
 
-    async def checksum(self) -> str:
-        """Checksum over all weights; empty: the server is older than the call.
+    async def checksums(self) -> Checksums | None:
+        """Of all weights and of each tensor; None: the server is older than the call.
 
         Raises:
             GenerationError: also when a server that has the call gives none.
         """
-        reply = await self._check_weights()
-        if reply is None:
-            return ""
-        if reply.per_engine_checksum is None:
-            raise GenerationError(
-                f"{self.url}{Path.WEIGHTS_CHECKER}: no checksum: {reply.message}", retryable=False
-            )
-        return reply.per_engine_checksum
-
-    async def tensor_names(self) -> set[str] | None:
-        """Names of all tensors, over all ranks; None: the server is older than the call.
-
-        Raises:
-            GenerationError: also when a server that has the call lists none.
-        """
-        reply = await self._check_weights()
-        if reply is None:
-            return None
-        names = {name for rank in reply.ranks for name in rank.checksums}
-        if not names:
-            raise GenerationError(
-                f"{self.url}{Path.WEIGHTS_CHECKER}: no tensors: {reply.message}", retryable=False
-            )
-        return names
-
-    async def _check_weights(self) -> WeightsCheckerReply | None:
-        """What the server holds, by its own account; None, said once: it has no such call."""
         if not self._has_checker:
             return None
         try:
@@ -313,11 +287,18 @@ class HttpEngineClient:
             )
             return None
         reply = self._http.decoded(WeightsCheckerReply, body, Path.WEIGHTS_CHECKER)
-        if not reply.success:
+        if not reply.success or reply.per_engine_checksum is None:
             raise GenerationError(
-                f"{self.url}{Path.WEIGHTS_CHECKER}: {reply.message}", retryable=False
+                f"{self.url}{Path.WEIGHTS_CHECKER}: no checksum: {reply.message}", retryable=False
             )
-        return reply
+        tensors: dict[str, list[str]] = {}
+        for rank in reply.ranks:
+            for name, checksum in rank.checksums.items():
+                tensors.setdefault(name, []).append(checksum)
+        return Checksums(
+            total=reply.per_engine_checksum,
+            tensors={name: " ".join(parts) for name, parts in tensors.items()},
+        )
 
     async def close(self) -> None:
         """Close connections: calls under way and later ones fail at once."""

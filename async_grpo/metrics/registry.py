@@ -145,10 +145,11 @@ _DECLARED = (
     ("lr_scale", "", "of the next step's learning rate, by alarms of action scale_lr"),
     ("sync/publish_s", "s", "the newest finished announcement, all cells committed"),
     ("sync/failed_cells", "cells", "of it that did not commit as a whole"),
-    ("sync/alarms", "", "of it: an engine's weights did not change though the trainer's did, or "
-     "engines disagree; the trainer's log says which"),
-    ("sync/probe_gap", "nats", "of it: largest |log-prob difference| between trainer and engine on "
+    ("sync/alarms", "", "of it: tensors that an engine did not change though the trainer did, or "
+     "engines that disagree; the trainer's log says which"),
+    ("sync/probe_gap", "nats", "of it: mean |log-prob difference| between trainer and engine on "
      "the probe, of the worst engine"),
+    ("sync/probe_gap_max", "nats", "of it: largest such difference of one position"),
     ("sync/pause_s", "s", "of it, mean over engines: from the pause to the end of the probe, so "
      "about the pause that requests saw"),
     ("sync/pause_begin_s", "s", "the part of it until the engine had paused"),

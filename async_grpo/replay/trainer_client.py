@@ -132,6 +132,7 @@ class TrainerClient(RoleClient):
         plan_hash: str,
         buckets: list[BucketSpec],
         probe: Probe,
+        digests: dict[str, int],
         files: WeightFiles | None = None,
     ) -> AnnounceReply:
         """Start a publish; freezes the cells."""
@@ -143,6 +144,7 @@ class TrainerClient(RoleClient):
             plan_hash=plan_hash,
             buckets=buckets,
             probe=probe,
+            digests=digests,
             files=files,
         )
         return await self._control.ask(announce, AnnounceReply)

@@ -35,6 +35,8 @@ class Announce(Message, frozen=True, kw_only=True, tag="Announce"):
     buckets: list[BucketSpec]
     """empty with `files`"""
     probe: Probe
+    digests: dict[str, int]
+    """of the bytes of each tensor, by name: equal iff the bytes are, in one trainer's life"""
     files: WeightFiles | None = None
     """loaded by each engine for itself; no cell is opened"""
 

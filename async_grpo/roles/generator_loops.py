@@ -146,6 +146,7 @@ class Generator:
             self._spawn,
             config.weights,
             on_weight_update=config.generation.on_weight_update,
+            dtype=config.policy.dtype,
             clock=clock,
         )
         self._activity = Activity(self._engines, lambda: self._runner.num_inserting, clock)

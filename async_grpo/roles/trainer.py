@@ -142,7 +142,7 @@ def _load(config: Config) -> _Trainer:
         reference=reference,
         max_staleness=config.staleness.max_staleness,
     )
-    weights = PolicyWeights(policy, seed=config.run.seed, tolerance=config.weights.probe_tolerance)
+    weights = PolicyWeights(policy, config.weights, seed=config.run.seed)
     return _Trainer(policy, step, weights)
 
 
@@ -213,7 +213,7 @@ def _train(
         on_wishes=publisher.republish,
     )
     evaluations = EvaluationFeed(replay, loop, started.incarnation)
-    control = Control(config, started.pipeline_depth)
+    control = Control(config, started.pipeline_depth, noise=trainer.weights.noise)
     reason = "failed"
     with ExitStack() as stack:
         stack.callback(lambda: loop.call(client.leave(reason)))

@@ -1,7 +1,8 @@
 """Alarms over the figures of train steps: when one is raised and when it is over.
 
 A pure state machine: values in, events out; what an action does is `control`'s part. One noisy step
-raises nothing, and a figure that hovers about its threshold raises one alarm, not many.
+raises nothing, but for alarms that wait for no second one when it is grossly bad. A figure that
+hovers about its threshold raises one alarm, not many.
 """
 
 import math
@@ -13,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from async_grpo.config.alarms import KINDS, AlarmAction, AlarmKind, AlarmsSection
+from async_grpo.config.weights import NOISE_MARGIN
 
 HYSTERESIS = 0.1
 """An alarm only ends this much (of the threshold) on the good side."""
@@ -47,9 +49,10 @@ class AlarmEvent:
                 f"alarm {self.kind.name} is over: {figure}, {self.num_steps} steps within "
                 f"{self.threshold:g}"
             )
+        steps = f"{self.num_steps} steps in a row" if self.num_steps > 1 else "a step"
         return (
-            f"ALARM {self.kind.name}: {figure} {side} {self.threshold:g} for {self.num_steps} "
-            f"steps in a row; {self.kind.advice}"
+            f"ALARM {self.kind.name}: {figure} {side} {self.threshold:.4g} for {steps}; "
+            f"{self.kind.advice}"
         )
 
 
@@ -75,6 +78,11 @@ class _Watch:
     def is_bad(self, value: float) -> bool:
         return value < self.threshold if self.kind.is_floor else value > self.threshold
 
+    def is_bad_enough(self, value: float) -> bool:
+        """That no other step is waited for; only of alarms with a ceiling."""
+        factor = self.kind.at_once
+        return factor is not None and value > factor * self.threshold
+
     def is_good(self, value: float) -> bool:
         margin = HYSTERESIS * self.threshold
         if self.kind.is_floor:
@@ -83,12 +91,18 @@ class _Watch:
 
 
 class Alarms:
-    """All alarms of a run."""
+    """All alarms of a run.
 
-    def __init__(self, section: AlarmsSection) -> None:
+    Args:
+        section: `alarms`.
+        noise: mean |log-prob difference| by the trainer's own rounding, nats.
+    """
+
+    def __init__(self, section: AlarmsSection, *, noise: float = 0.0) -> None:
         self._patience = section.patience
+        floors = {"lag0_gap": NOISE_MARGIN * noise}
         self._watches = [
-            _Watch(kind, threshold, section.action(kind))
+            _Watch(kind, max(threshold, floors.get(kind.name, -math.inf)), section.action(kind))
             for kind in KINDS
             if (threshold := section.threshold(kind)) is not None
         ]
@@ -109,7 +123,8 @@ class Alarms:
         state = watch.state
         state.bad_steps = state.bad_steps + 1 if watch.is_bad(value) else 0
         state.good_steps = state.good_steps + 1 if watch.is_good(value) else 0
-        if not state.active and state.bad_steps >= self._patience:
+        enough = state.bad_steps >= self._patience or watch.is_bad_enough(value)
+        if not state.active and enough:
             state.active, state.raised = True, state.raised + 1
             return Change.RAISED
         if state.active and state.good_steps >= self._patience:

@@ -46,10 +46,16 @@ class Control:
         stop_reason: why the run has to end; empty while it goes on.
     """
 
-    def __init__(self, config: Config, depth: int) -> None:
-        """`depth`: in force when the trainer started, as the replay server says."""
+    def __init__(self, config: Config, depth: int, *, noise: float) -> None:
+        """Of a trainer that starts.
+
+        Args:
+            config: of the run.
+            depth: in force, as the replay server says.
+            noise: mean |log-prob difference| by the trainer's own rounding, nats.
+        """
         section, staleness = config.alarms, config.staleness
-        self._alarms = Alarms(section)
+        self._alarms = Alarms(section, noise=noise)
         self._lr_factor, self._patience = section.lr_factor, section.patience
         self._low, self._high = least_depth(config), staleness.max_staleness
         self._configured = staleness.depth

@@ -33,6 +33,7 @@ class PublishResult:
             return values
         count = len(self.reports)
         values["sync/probe_gap"] = max(report.probe_gap for report in self.reports)
+        values["sync/probe_gap_max"] = max(report.probe_gap_max for report in self.reports)
         values["sync/pause_s"] = sum(sum(r.seconds.values()) for r in self.reports) / count
         for part in ("begin", "go", "receive", "verify", "probe"):
             total = sum(report.seconds.get(part, 0.0) for report in self.reports)

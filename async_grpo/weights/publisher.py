@@ -33,12 +33,12 @@ from async_grpo.replay_api.publishing import AnnounceReply
 from async_grpo.replay_parts import Cell, CellPhase, UpdateReport, WeightFiles
 from async_grpo.types import WeightsName
 from async_grpo.weights.addresses import require_own_address
-from async_grpo.weights.arrival import ArrivalWatch
+from async_grpo.weights.arrival import disagreements
 from async_grpo.weights.background import in_background
 from async_grpo.weights.broadcast import BroadcastTransport
 from async_grpo.weights.cells import Call, CellOrder
 from async_grpo.weights.disk import DiskTransport
-from async_grpo.weights.flatten import dtype_name, empty_buckets
+from async_grpo.weights.flatten import digests, dtype_name, empty_buckets
 from async_grpo.weights.group import UpdateGroup, join_group
 from async_grpo.weights.http_source import HttpTransport
 from async_grpo.weights.plan import BucketPlan, TensorSpec, make_plan
@@ -135,7 +135,6 @@ class WeightPublisher:
         self._number = 0
         self._plan: BucketPlan | None = None
         self._snapshot: Snapshot | None = None
-        self._arrival = ArrivalWatch()
         self._failures_in_a_row = 0
         self._not_before = 0.0
         self._last: PublishResult | None = None
@@ -238,7 +237,10 @@ class WeightPublisher:
         else:
             pinned = self._source is not None and self._held_on is _CPU
             buckets = empty_buckets(self._plan, self._held_on, pinned=pinned)
-        return Snapshot(weights, self._plan, source.probe(), buckets, source=self._source)
+        # beside the probe's forward pass
+        hashing = in_background(lambda: digests(tensors), name="digests")
+        probe = source.probe()
+        return Snapshot(weights, self._plan, probe, hashing.result(), buckets, source=self._source)
 
     def _run(self, snapshot: Snapshot, *, wished_only: bool) -> PublishResult:
         """One announcement, on the worker thread."""
@@ -256,6 +258,7 @@ class WeightPublisher:
                 plan_hash=snapshot.plan.plan_hash,
                 buckets=[] if files is not None else snapshot.plan.specs(),
                 probe=snapshot.probe,
+                digests=snapshot.digests,
                 files=files,
             )
         )
@@ -279,12 +282,13 @@ class WeightPublisher:
     ) -> PublishResult:
         reports = {k: v for outcome in outcomes for k, v in outcome.reports.items()}
         engines = [engine for outcome in outcomes for engine in outcome.cell.engines]
-        alarms = self._arrival.check(
-            snapshot.weights,
-            snapshot.digest(self._settings.timeout_s),
+        alarms = [line for report in reports.values() for line in report.alarms]
+        alarms += disagreements(
             {engine_id: report.checksum for engine_id, report in reports.items()},
             {engine.engine_id: engine.tp_size for engine in engines},
         )
+        for line in alarms:
+            logger.warning("weights %s: %s", snapshot.weights, line)
         failures = [outcome.failure for outcome in outcomes if outcome.failure]
         return PublishResult(
             snapshot.weights, len(outcomes), failures, seconds, list(reports.values()), alarms

@@ -20,6 +20,7 @@ from pathlib import Path
 from async_grpo.engine_api import (
     FLATTENED_BUCKET,
     NOT_RECEIVED,
+    Checksums,
     GenerateRequest,
     InitGroupRequest,
     PauseMode,
@@ -29,7 +30,8 @@ from async_grpo.engine_api import (
 )
 from async_grpo.errors import EngineSilent, GenerationError, WeightSyncError
 from async_grpo.interfaces import EngineClient
-from async_grpo.replay_parts import BucketSpec, Rendezvous, UpdateOrder
+from async_grpo.replay_parts import BucketSpec, ProbeIds, Rendezvous, UpdateOrder
+from async_grpo.weights.probing import ProbeGap, fitting, probe_gap
 from async_grpo.weights.server_names import unknown_names
 
 _DEADLINE = "weights.timeout_s"
@@ -41,8 +43,8 @@ logger = logging.getLogger(__name__)
 class Received:
     """What `finish` found."""
 
-    checksum: str
-    """over all weights; empty: the server gives none"""
+    checksums: Checksums | None
+    """of the weights; None: the server gives none"""
     kv_kept: bool
     """KV entries of the weights before remain: of frozen requests, or of cached prefixes"""
 
@@ -88,9 +90,12 @@ class WeightReceiver:
             WeightSyncError: as every method here; names the phase.
         """
         with self._phase("names"):
-            known = await self._client.tensor_names()
-        if known is None:
+            checksums = await self._client.checksums()
+        if checksums is None:
             return
+        known = set(checksums.tensors)
+        if not known:
+            raise self._error("names", "the server lists no tensors (weights.check_names)")
         sent = [name for bucket in self._order.buckets for name in bucket.names]
         if unknown := unknown_names(sent, known):
             shown = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
@@ -208,7 +213,7 @@ class WeightReceiver:
         if info.weight_version.partition("?")[0] != self._served_name:
             raise self._error("version", f"the engine says {info.weight_version!r}")
         with self._phase("checksum"):
-            return Received(await self._client.checksum(), kv_kept)
+            return Received(await self._client.checksums(), kv_kept)
 
     async def _flush(self) -> bool:
         """Whether it was done; a refusal costs exactness, which the caller then knows."""
@@ -226,44 +231,53 @@ class WeightReceiver:
         with self._phase("resume"):
             await self._client.resume()
 
-    async def probe(self) -> float:
+    async def probe(self, room: int | None) -> ProbeGap:
         """Compare the engine's log-probs of fixed ids with the trainer's, at temperature 1.
 
-        Returns:
-            The largest difference, nats.
+        This, and only this, proves that the engine computes what the trainer computes. Where the
+        first ids disagree, others are asked about: rounding alone may move one set far, but hardly
+        two.
 
-        This, and only this, proves that the engine computes what the trainer computes.
+        Args:
+            room: longest prompt of the engine; None: not known.
+
+        Returns:
+            The gap of the set that agreed.
         """
         probe = self._order.probe
+        for number, ids in enumerate(probe.sets):
+            gap = probe_gap(*await self._ask(number, fitting(ids, room)))
+            if gap.within(probe.tolerance, probe.max_tolerance):
+                return gap
+            logger.warning(
+                "engine %s: probe %d of weights %s is off by %.3g nats on average, %.3g at most",
+                self._engine_id, number, self._order.weights, gap.mean, gap.largest,
+            )  # fmt: skip
+        raise self._error(
+            "probe",
+            f"log-probs differ from the trainer's by {gap.mean:.3g} nats on average and "
+            f"{gap.largest:.3g} at most, more than {probe.tolerance:.3g} or "
+            f"{probe.max_tolerance:.3g}, with each of {len(probe.sets)} sets of ids",
+        )
+
+    async def _ask(self, number: int, ids: ProbeIds) -> tuple[list[float | None], list[float]]:
+        """The engine's log-probs of one set, and the trainer's."""
         request = GenerateRequest(
-            input_ids=probe.token_ids,
+            input_ids=ids.token_ids,
             sampling_params=SamplingParams(max_new_tokens=1, temperature=1.0),
-            rid=f"probe-{self._order.publish_sequence}-{self._engine_id}",
+            rid=f"probe-{self._order.publish_sequence}-{self._engine_id}" + f"-{number}" * number,
             return_logprob=True,
             logprob_start_len=0,
-            extra_key=f"probe-{self._served_name}",
+            extra_key=f"probe-{self._served_name}" + f"-{number}" * number,
         )
         with self._phase("probe", _DEADLINE):
             reply = await self._client.generate(request, timeout_s=self._timeout_s)
-        found = [logprob for logprob, *_ in reply.meta_info.input_token_logprobs[1:]]
-        ids = [token_id for _, token_id, *_ in reply.meta_info.input_token_logprobs]
-        if ids != probe.token_ids or len(found) != len(probe.logprobs):
-            raise self._error("probe", f"log-probs of {len(ids)} ids, not of the probe's")
-        difference = max(
-            (
-                float("inf") if logprob is None else abs(logprob - expected)
-                for logprob, expected in zip(found, probe.logprobs, strict=True)
-            ),
-            default=0.0,
-        )
-        # written so that a NaN fails
-        if not difference <= probe.tolerance:
-            raise self._error(
-                "probe",
-                f"log-probs differ from the trainer's by up to {difference:.3g} nats, more than "
-                f"{probe.tolerance:.3g}",
-            )
-        return difference
+        pairs = reply.meta_info.input_token_logprobs
+        found = [logprob for logprob, *_ in pairs[1:]]
+        answered = [token_id for _, token_id, *_ in pairs]
+        if answered != ids.token_ids or len(found) != len(ids.logprobs):
+            raise self._error("probe", f"log-probs of {len(answered)} ids, not of the probe's")
+        return found, ids.logprobs
 
     @contextmanager
     def _phase(self, phase: str, deadline: str = "engine.control_timeout_s") -> Iterator[None]:

@@ -6,7 +6,7 @@ it lists are not those that are sent. Read in sglang 0.5.23: `stacked_params_map
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _FUSED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
@@ -28,12 +28,27 @@ def unknown_names(sent: Iterable[str], known: set[str]) -> list[str]:
         sent: Hugging Face names.
         known: names that the server lists; of all its ranks.
     """
-    return [name for name in sent if not _candidates(name) & known]
+    return [name for name in sent if not known.intersection(_candidates(name))]
 
 
-def _candidates(name: str) -> set[str]:
-    found = {name}
-    for pattern, fused in _FUSED:
-        renamed = pattern.sub(fused, name)
-        found.add(renamed)
-    return found
+def parts_of(sent: Iterable[str], known: Collection[str]) -> dict[str, list[str]]:
+    """Which of the tensors that are sent each tensor of a server is made of.
+
+    Args:
+        sent: Hugging Face names.
+        known: names that the server lists.
+
+    Returns:
+        The server's name -> names that are sent, in their order; only names that have such.
+    """
+    parts: dict[str, list[str]] = {}
+    for name in sent:
+        found = next((each for each in _candidates(name) if each in known), None)
+        if found is not None:
+            parts.setdefault(found, []).append(name)
+    return parts
+
+
+def _candidates(name: str) -> list[str]:
+    """Its own name first, then fused ones."""
+    return [name, *(pattern.sub(fused, name) for pattern, fused in _FUSED)]

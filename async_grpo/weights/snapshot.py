@@ -7,7 +7,6 @@ From a card, `fill` only queues the copies on the trainer's stream, each with an
 Whoever reads a bucket waits for its event; nobody waits for the stream, on which training goes on.
 """
 
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from torch import Tensor
 from async_grpo.errors import WeightSyncError
 from async_grpo.replay_parts import Probe
 from async_grpo.types import WeightsName
-from async_grpo.weights.flatten import digest, flatten
+from async_grpo.weights.flatten import flatten
 from async_grpo.weights.plan import BucketPlan
 
 COPY = "copy"
@@ -38,6 +37,7 @@ class Snapshot:
         weights: their name.
         plan: what is in which bucket.
         probe: of these weights.
+        digests: of the bytes of each tensor.
         buckets: [num_bytes] uint8 each, to be overwritten.
         source: the card that the tensors lie on; None: they are on the CPU.
     """
@@ -47,11 +47,12 @@ class Snapshot:
         weights: WeightsName,
         plan: BucketPlan,
         probe: Probe,
+        digests: dict[str, int],
         buckets: list[Tensor],
         *,
         source: torch.device | None = None,
     ) -> None:
-        self.weights, self.plan, self.probe = weights, plan, probe
+        self.weights, self.plan, self.probe, self.digests = weights, plan, probe, digests
         self.buckets = buckets
         self._source = source
         self._filled: list[Future[torch.cuda.Event | None]] = [Future() for _ in buckets]
@@ -141,11 +142,3 @@ class Snapshot:
         return WeightSyncError(
             "trainer", str(self.weights), COPY, f"bucket {index} took over {timeout_s:g} s"
         )
-
-    def digest(self, timeout_s: float) -> str:
-        """A hash that tells whether two snapshots of one plan hold the same bytes.
-
-        Reads all of them, so not on the trainer's own thread.
-        """
-        values = [digest(payload) for payload in self.whole_buckets(timeout_s)]
-        return hashlib.sha256(repr(values).encode()).hexdigest()[:16]

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from async_grpo.config.policy import DType
-from async_grpo.config.weights import PROBE_TOLERANCES
 from async_grpo.engine_api import GenerateRequest, SamplingParams
 from async_grpo.interfaces import WeightSource
 from async_grpo.training.model import PolicyModel
@@ -32,13 +30,12 @@ class EmbeddedWorld(GlooWorld):
         weights = replace(
             self._config.weights,
             bucket_bytes=BUCKET_BYTES,
-            probe_tolerance=PROBE_TOLERANCES[DType.float32],
         )
         self._config = replace(self._config, weights=weights)
 
     def _make_source(self, version: int) -> WeightSource:
         model = PolicyModel(model_of(version), chunk_tokens=64)
-        return PolicyWeights(model, seed=0, tolerance=self._config.weights.probe_tolerance)
+        return PolicyWeights(model, self._config.weights, seed=0)
 
     async def gap(self, slot: int, version: int) -> torch.Tensor:
         """[num_tokens] |log-prob that the engine samples with - transformers' of that version|."""

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.generation import GenerationSection, OnWeightUpdate
+from async_grpo.config.policy import DType
 from async_grpo.config.weights import WeightsSection
 from async_grpo.engine_api import GenerateReply, GenerateRequest
 from async_grpo.generation.client import HttpEngineClient
@@ -23,11 +24,13 @@ from async_grpo.generation.routing import Placement, Router
 from async_grpo.generation.sampler import GroupRequest, Sampled, Sampler
 from async_grpo.generation.update_modes import kv_tokens
 from async_grpo.generation.weight_driver import WeightDriver
-from async_grpo.replay_parts import BucketSpec, CellPhase, Probe, Rendezvous, UpdateOrder
+from async_grpo.replay_parts import BucketSpec, CellPhase, Rendezvous, UpdateOrder
 from async_grpo.types import Completion, Prompt, Ticket, WeightsName
+from async_grpo.weights.flatten import digests
 from async_grpo.weights.group import join_group, listen
 from tests.contracts.engine.conftest import make_model
 from tests.contracts.engine.update_tools import reference_logprobs
+from tests.fakes.fake_engine import probe_of
 from tests.fakes.fake_replay import FakeReplay
 
 TOLERANCE = 1e-5
@@ -62,6 +65,7 @@ class Station:
             lambda work: self.tasks.add(asyncio.create_task(work)),
             WeightsSection(timeout_s=30.0),
             on_weight_update=mode,
+            dtype=DType.float32,
         )
         self._client = client
         self._publish_sequence = 0
@@ -83,11 +87,12 @@ class Station:
                     shapes=[list(tensor.shape) for tensor in tensors.values()],
                 )
             ],
-            probe=Probe(
-                token_ids=PROBE_IDS,
-                logprobs=reference_logprobs(model, PROBE_IDS[:1], PROBE_IDS[1:]).tolist(),
-                tolerance=TOLERANCE,
+            probe=probe_of(
+                PROBE_IDS,
+                reference_logprobs(model, PROBE_IDS[:1], PROBE_IDS[1:]).tolist(),
+                TOLERANCE,
             ),
+            digests=digests({name: tensor.detach() for name, tensor in tensors.items()}),
         )
         self.driver.on_orders([order])
         await self.replay.phase_of(self._publish_sequence, "e", CellPhase.BEGUN)

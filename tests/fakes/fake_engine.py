@@ -32,6 +32,7 @@ from async_grpo.engine.admission import Limits, RequestRefused
 from async_grpo.engine.routes import make_app
 from async_grpo.engine_api import (
     FLATTENED_BUCKET,
+    Checksums,
     DestroyGroupRequest,
     GenerateReply,
     GenerateRequest,
@@ -47,7 +48,7 @@ from async_grpo.engine_api import (
     UpdateVersionRequest,
     WeightVersionSpan,
 )
-from async_grpo.replay_parts import Probe
+from async_grpo.replay_parts import Probe, ProbeIds
 
 EOS = 1
 PROBE_IDS = [3, 4, 5, 6]
@@ -71,8 +72,13 @@ def weights_of(version: str) -> str:
 
 def fake_probe(weights: str) -> Probe:
     """The trainer's probe of these weights."""
-    logprobs = fake_prompt_logprobs(weights, PROBE_IDS)
-    return Probe(token_ids=PROBE_IDS, logprobs=logprobs, tolerance=1e-6)
+    return probe_of(PROBE_IDS, fake_prompt_logprobs(weights, PROBE_IDS), 1e-6)
+
+
+def probe_of(token_ids: list[int], logprobs: list[float], tolerance: float) -> Probe:
+    """A probe of one set, of which no position may be off by more than `tolerance`."""
+    ids = ProbeIds(token_ids=token_ids, logprobs=logprobs)
+    return Probe(sets=[ids], tolerance=tolerance, max_tolerance=tolerance)
 
 
 class Fault(StrEnum):
@@ -451,6 +457,9 @@ class FakeEngine:
             raise RequestRefused("no weight update is open")
         self.session_open = False
         self._go_on()
+
+    async def checksums(self) -> Checksums:
+        return Checksums(total=await self.checksum(), tensors={})
 
     async def checksum(self) -> str:
         return hashlib.sha256(self.loaded.encode()).hexdigest()

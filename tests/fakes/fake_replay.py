@@ -9,6 +9,7 @@ await replay.until(lambda: len(replay.inserted) == 3)
 
 import asyncio
 import contextlib
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ class FakeReplay:
             ranks=list(range(1, len(engine_ids) + 1)),
             buckets=[bucket] * num_buckets,
             probe=probe or fake_probe(weights),
+            digests={"w": zlib.crc32(weights.encode())},
             rendezvous=Rendezvous(
                 group_name=f"group-{self._publish_sequence}" if fresh else "group-1",
                 host="127.0.0.1",

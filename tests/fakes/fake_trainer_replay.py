@@ -130,6 +130,7 @@ class FakeTrainerReplay:
         plan_hash: str,
         buckets: list[BucketSpec],
         probe: Probe,
+        digests: dict[str, int],
         files: WeightFiles | None = None,
     ) -> AnnounceReply:
         self.calls.append(("announce", number, str(weights), wished_only))

@@ -18,6 +18,7 @@ from async_grpo.engine.admission import RequestRefused
 from async_grpo.engine.model_thread import ModelThread
 from async_grpo.engine.weight_loader import WeightLoader
 from async_grpo.engine_api import (
+    Checksums,
     DestroyGroupRequest,
     InitGroupRequest,
     ServerInfo,
@@ -41,7 +42,7 @@ def scripted_engine(*, tp_size: int, timeout_s: float) -> ServedEngine:
 
 def checksum_of(tensors: dict[str, torch.Tensor]) -> str:
     """As an engine with these weights gives it."""
-    return WeightLoader(_module_of(tensors), torch.device("cpu"), 1.0).checksum()
+    return WeightLoader(_module_of(tensors), torch.device("cpu"), 1.0).checksums().total
 
 
 def _module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
@@ -97,8 +98,11 @@ class GlooEngine(FakeEngine):
         self.loaded = await self.checksum()
         return len(self.running)
 
+    async def checksums(self) -> Checksums:
+        return await self._thread.run(self.loader.checksums)
+
     async def checksum(self) -> str:
-        return await self._thread.run(self.loader.checksum)
+        return (await self.checksums()).total
 
     async def _on_all_ranks(self, method: str, request: Any) -> None:
         others = [asyncio.to_thread(rank.call, method, request) for rank in self._ranks]

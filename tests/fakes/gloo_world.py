@@ -31,7 +31,7 @@ from async_grpo.types import WeightsName
 from async_grpo.weights.publish_result import PublishResult
 from async_grpo.weights.publisher import WeightPublisher
 from tests.fakes.engine_process import BuildEngine, EngineProcess
-from tests.fakes.fake_engine import fake_prompt_logprobs
+from tests.fakes.fake_engine import fake_prompt_logprobs, probe_of
 from tests.fakes.generator_world import World
 from tests.fakes.gloo_engine import SHAPES, checksum_of, scripted_engine
 from tests.fakes.replay_harness import DATASET, at_address, replay_config
@@ -55,7 +55,7 @@ class Source:
 
     def probe(self) -> Probe:
         logprobs = fake_prompt_logprobs(checksum_of(self.tensors), PROBE_IDS)
-        return Probe(token_ids=PROBE_IDS, logprobs=logprobs, tolerance=1e-6)
+        return probe_of(PROBE_IDS, logprobs, 1e-6)
 
 
 class Clock:

@@ -62,7 +62,7 @@ def replay_config(
         generation=GenerationSection(group_size=group_size, max_new_tokens=num_tokens),
         staleness=StalenessSection(max_staleness=2),
         replay=replace(section, **replay),
-        weights=WeightsSection(probe_tolerance=1e-3),  # as loading would resolve it
+        weights=WeightsSection(),
     )
 
 
@@ -123,6 +123,7 @@ async def open_update(
         plan_hash="plan",
         buckets=[BucketSpec(names=["w"], dtypes=["float32"], shapes=[[1]])],
         probe=fake_probe(str(weights)),
+        digests={},
     )
     sequence = announced.publish_sequence
     (cell,) = announced.cells

@@ -5,15 +5,16 @@ import math
 
 import pytest
 
+from async_grpo.engine_api import Checksums
 from async_grpo.engine_api import Path as Route
 from async_grpo.errors import ConfigError, GenerationError
-from async_grpo.replay_parts import CellPhase, Probe
+from async_grpo.replay_parts import CellPhase
 from async_grpo.types import DropReason, InsertOutcome, RewardOutcome, WeightsName
-from tests.fakes.fake_engine import PROBE_IDS, Fault
+from tests.fakes.fake_engine import PROBE_IDS, Fault, probe_of
 from tests.fakes.generator_world import ScriptedRewards, World
 
 V0 = WeightsName(1, 0)
-WRONG_PROBE = Probe(token_ids=PROBE_IDS, logprobs=[-9.0] * 3, tolerance=1e-3)
+WRONG_PROBE = probe_of(PROBE_IDS, [-9.0] * 3, 1e-3)
 
 
 async def test_groups_flow(tmp_path):
@@ -284,14 +285,14 @@ async def test_an_order_for_an_engine_that_has_ended_fails_at_once(tmp_path):
 async def test_an_engine_whose_bytes_differ_from_its_neighbors_is_not_committed(tmp_path):
     async with World(tmp_path, num_engines=2).running() as world:
         ids = await world.replay.wanting(2)
-        world.engines[1].checksum = _another_checksum
+        world.engines[1].checksums = _other_checksums
         ends = await world.replay.publish("1.0", ids)
         assert sorted(ends) == [CellPhase.COMMITTED, CellPhase.FAILED]
         assert "checksum" in world.replay.phases[-1][3]
 
 
-async def _another_checksum():
-    return "another"
+async def _other_checksums():
+    return Checksums(total="another", tensors={})
 
 
 async def test_a_full_engine_claims_no_more_than_fills_its_slots(tmp_path):

@@ -121,8 +121,9 @@ class Listing(FakeEngine):
         response = await super()._observe(http, handler)
         if Route(http.path) is not Route.WEIGHTS_CHECKER:
             return response
-        ranks = [{"checksums": dict.fromkeys(self.tensors, "sum")}]
-        return web.json_response({"per_engine_checksum": await self.checksum(), "ranks": ranks})
+        checksum = await self.checksum()
+        ranks = [{"checksums": dict.fromkeys(self.tensors, checksum)}]
+        return web.json_response({"per_engine_checksum": checksum, "ranks": ranks})
 
 
 class ListingWorld(World):

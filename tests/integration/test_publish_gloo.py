@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from async_grpo.config.weights import WeightsSection
-from async_grpo.replay_parts import CellPhase, Probe
+from async_grpo.replay_parts import CellPhase
 from async_grpo.training.feed import LoopThread
 from async_grpo.types import WeightsName
 from async_grpo.weights.publisher import WeightPublisher
+from tests.fakes.fake_engine import probe_of
 from tests.fakes.fake_trainer_replay import FakeTrainerReplay
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ class Source:
         return iter(self.tensors.items())
 
     def probe(self):
-        return Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=1e-3)
+        return probe_of([1, 2], [-1.0], 1e-3)
 
     def sent(self):
         return [*self.tensors["a"].tolist(), *self.tensors["b"].flatten().tolist()]

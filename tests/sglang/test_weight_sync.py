@@ -22,6 +22,7 @@ from async_grpo.replay_parts import Probe
 from async_grpo.weights.server_names import unknown_names
 from tests.contracts.engine.conftest import REAL_MARKS, VOCAB_SIZE, make_model, make_tokenizer
 from tests.contracts.engine.update_tools import reference_logprobs
+from tests.fakes.fake_engine import probe_of
 from tests.fakes.gloo_world import GlooWorld
 from tests.sglang.real_server import RealServer, require_environment
 from tools.sglang_cpu.serve import serving_config
@@ -48,7 +49,7 @@ class ModelSource:
 
     def probe(self) -> Probe:
         logprobs = reference_logprobs(self._model, PROBE_IDS[:1], PROBE_IDS[1:]).tolist()
-        return Probe(token_ids=PROBE_IDS, logprobs=logprobs, tolerance=2e-5)
+        return probe_of(PROBE_IDS, logprobs, 2e-5)
 
 
 class ServerWorld(GlooWorld):
@@ -113,7 +114,8 @@ async def test_names_that_a_server_lacks_are_found_before_anything_is_sent(
         )
 
     async with world.whole():
-        known = [await world.engine(slot).client.tensor_names() for slot in (0, 1)]
+        found = [await world.engine(slot).client.checksums() for slot in (0, 1)]
+        known = [set(each.tensors) for each in found]
         names = [name for name, _ in ModelSource(0, lambda _: None).named_tensors()]
         assert [unknown_names(names, names_of_server) for names_of_server in known] == [[], []]
         assert any("qkv_proj" in name for name in known[0])

@@ -214,7 +214,8 @@ class TrainerProcess(Process):
                 wished_only=wished_only,
                 plan_hash="",
                 buckets=[],
-                probe=Probe(token_ids=[], logprobs=[], tolerance=0.0),
+                probe=Probe(sets=[], tolerance=0.0, max_tolerance=0.0),
+                digests={},
             )
         )
         assert isinstance(reply, AnnounceReply), reply

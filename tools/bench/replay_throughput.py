@@ -106,9 +106,9 @@ async def go_live(generator: GeneratorClient, trainer: TrainerClient) -> None:
     weights = WeightsName((await trainer.start(0)).incarnation, 0)
     engine = EngineStatus(engine_id=ENGINE_ID, state=EngineState.SERVING, wants_sync=True)
     await generator.heartbeat([engine], [], RoleStatus(state="bench"))
-    probe = Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=1.0)
+    probe = Probe(sets=[], tolerance=1.0, max_tolerance=1.0)
     announced = await trainer.announce(
-        1, weights, wished_only=False, plan_hash="", buckets=[], probe=probe
+        1, weights, wished_only=False, plan_hash="", buckets=[], probe=probe, digests={}
     )
     for phase in (CellPhase.BEGUN, CellPhase.COMMITTED):
         await generator.report_phase(

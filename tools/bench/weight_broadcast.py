@@ -123,8 +123,7 @@ class Source:
     def __init__(self, config: Config) -> None:
         policy = load_policy(config.policy, config.trainer, torch.device("cpu"))
         self._policy = policy
-        tolerance = config.weights.probe_tolerance
-        self._weights = PolicyWeights(policy, seed=0, tolerance=tolerance)
+        self._weights = PolicyWeights(policy, config.weights, seed=0)
 
     @torch.no_grad()
     def change(self) -> None:
@@ -241,6 +240,7 @@ class Bench:
             lambda work: tasks.add(asyncio.create_task(work)),
             config.weights,
             on_weight_update=OnWeightUpdate.retract,
+            dtype=config.policy.dtype,
         )
         await client.adopt(engine.info)
         await generator.heartbeat([engine.status], [], RoleStatus(state="bench"))

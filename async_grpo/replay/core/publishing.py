@@ -92,6 +92,7 @@ class Publish:
     record: Announced
     buckets: list[BucketSpec]
     probe: Probe
+    digests: dict[str, int]
     files: WeightFiles | None
     cells: dict[int, CellProgress]
     restored: bool = False
@@ -137,6 +138,7 @@ class PublishingDesk:
         record: Announced,
         buckets: list[BucketSpec],
         probe: Probe,
+        digests: dict[str, int],
         files: WeightFiles | None,
         known: set[str],
     ) -> None:
@@ -149,12 +151,12 @@ class PublishingDesk:
             )
             for cell in record.cells
         }
-        self.publishes.append(Publish(record, buckets, probe, files, cells))
+        self.publishes.append(Publish(record, buckets, probe, digests, files, cells))
 
     def restore(self, record: Announced) -> None:
         """The newest publish before a restart of the server: whatever is unfinished is over."""
-        no_probe = Probe(token_ids=[], logprobs=[], tolerance=0.0)
-        self.announce(record, [], no_probe, None, set())
+        no_probe = Probe(sets=[], tolerance=0.0, max_tolerance=0.0)
+        self.announce(record, [], no_probe, {}, None, set())
         self.publishes[-1].restored = True
         self.abort_all("the replay server restarted")
 
@@ -238,6 +240,7 @@ def _order(publish: Publish, progress: CellProgress, engines: list[CellEngine]) 
         ranks=[engine.rank_offset for engine in engines],
         buckets=publish.buckets,
         probe=publish.probe,
+        digests=publish.digests,
         files=publish.files,
         rendezvous=progress.rendezvous,
         go=progress.go,

@@ -273,7 +273,9 @@ def announce(
     )
     kernel.emit(record)
     known = {engine.engine_id for _, engine in kernel.members.engines()}
-    kernel.desk.announce(record, request.buckets, request.probe, request.files, known)
+    kernel.desk.announce(
+        record, request.buckets, request.probe, request.digests, request.files, known
+    )
     kernel.check_live()
     kernel.notify()
     return AnnounceReply(publish_sequence=record.publish_sequence, cells=cells)

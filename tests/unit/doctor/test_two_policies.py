@@ -1,5 +1,6 @@
 import torch
 
+from async_grpo.config.weights import WeightsSection
 from async_grpo.doctor.two_policies import TwoPolicies, Which
 from tests.fakes.tiny_policy import tiny_policy
 
@@ -7,7 +8,7 @@ PROMPT, IDS = [3, 4, 5], [6, 7, 8, 9]
 
 
 def make(dtype=torch.float32):
-    return TwoPolicies(tiny_policy(dtype=dtype), seed=0)
+    return TwoPolicies(tiny_policy(dtype=dtype), WeightsSection(), seed=0)
 
 
 def test_every_tensor_is_perturbed_and_comes_back_exactly():
@@ -63,7 +64,7 @@ def test_without_each_names_the_tensor_that_is_missing_and_restores_the_rest():
     policies.use(Which.PERTURBED)
     with torch.no_grad():  # an engine that ignores it
         tensors[missing].copy_(own)
-    found = policies.source.probe().logprobs
+    found = policies.source.probe().sets[0].logprobs
     with torch.no_grad():
         tensors[missing].copy_(kept)
     suspects = [

@@ -37,7 +37,7 @@ async def test_generate_and_infos():
         assert [pair[0] for pair in answer.meta_info.output_token_logprobs] == [-0.5, -0.25]
         assert (await client.model_info()).weight_version == "default"
         assert (await client.server_info(timeout_s=1.0)).max_running_requests == 64
-        assert await client.checksum() == await engine.checksum()
+        assert (await client.checksums()).total == await engine.checksum()
 
 
 async def test_pause_resume_and_sessions():
@@ -192,9 +192,8 @@ async def test_a_server_without_a_weights_checker_gives_no_checksum_and_this_is_
     async with connected() as (engine, client):
         engine.missing, engine.missing_status = {Route.WEIGHTS_CHECKER}, status
         with caplog.at_level(logging.WARNING):
-            assert await client.checksum() == ""
-            assert await client.tensor_names() is None
-            assert await client.checksum() == ""
+            assert await client.checksums() is None
+            assert await client.checksums() is None
         assert engine.num_calls(Route.WEIGHTS_CHECKER) == 1, "it is not asked again"
     (line,) = [record.getMessage() for record in caplog.records]
     assert "has no /weights_checker" in line

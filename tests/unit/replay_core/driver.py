@@ -24,15 +24,15 @@ from async_grpo.replay_parts import (
     EngineState,
     EngineStatus,
     GroupSummary,
-    Probe,
     Rendezvous,
     Role,
     RoleStatus,
 )
 from async_grpo.types import DropReason, Ticket, WeightsName
+from tests.fakes.fake_engine import probe_of
 
 STATUS = RoleStatus(state="test")
-PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=0.1)
+PROBE = probe_of([1, 2], [-1.0], 0.1)
 DATASET = Dataset(fingerprint="f", num_prompts=5)
 
 
@@ -228,6 +228,7 @@ class Driver:
                 plan_hash="h",
                 buckets=[],
                 probe=PROBE,
+                digests={},
             ),
             "t#1" if self.incarnation == 1 else f"t#{self.incarnation}",
         )

@@ -63,9 +63,29 @@ def test_the_threshold_itself_is_good_on_either_side(kind):
 
 def test_a_step_without_the_figure_does_not_count():
     watched = alarms(lag0_gap_max=0.05)
-    assert play(watched, "logprob/lag0_gap", 1.0, float("nan"), 1.0) == []
+    assert play(watched, "logprob/lag0_gap", 0.1, float("nan"), 0.1) == []
     assert watched.step({}) == []
-    assert [event.change for event in watched.step({"logprob/lag0_gap": 1.0})] == [Change.RAISED]
+    assert [event.change for event in watched.step({"logprob/lag0_gap": 0.1})] == [Change.RAISED]
+
+
+def test_an_engine_that_computes_another_function_is_told_in_the_first_step():
+    """An asynchronous run measures lag0_gap in its first step and then seldom: patience never ran
+    out, and a run of 8 steps with a gap of 0.18 nats ended without a word."""
+    watched = alarms(lag0_gap_max=0.05, patience=5)
+    (event,) = watched.step({"logprob/lag0_gap": 0.18})
+    assert event.change is Change.RAISED
+    assert str(event).startswith("ALARM lag0_gap: logprob/lag0_gap 0.18 > 0.05 for a step; engine")
+    assert [watched.step({}) for _ in range(7)] == [[]] * 7
+    assert watched.metrics()["alarm/lag0_gap"] == 1
+    assert play(alarms(lag0_gap_max=0.05, patience=5), "logprob/lag0_gap", 0.149) == []
+
+
+def test_a_policy_whose_own_rounding_is_large_raises_nothing_by_it():
+    """A model of 135 M parameters in bfloat16: 0.04 nats against float32, 0.05 between kernels."""
+    section = AlarmsSection(patience=3)
+    assert play(Alarms(section, noise=0.04), "logprob/lag0_gap", *[0.06] * 9) == []
+    assert play(Alarms(section, noise=0.04), "logprob/lag0_gap", *[0.2] * 3) == [(2, Change.RAISED)]
+    assert play(Alarms(section), "logprob/lag0_gap", *[0.06] * 3) == [(2, Change.RAISED)]
 
 
 def test_the_line_says_what_is_wrong_and_what_to_do():

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from async_grpo.config.algorithm import AlgorithmSection
 from async_grpo.config.trainer import LRSchedule, TrainerSection
+from async_grpo.config.weights import WeightsSection
 from async_grpo.errors import ConfigError
 from async_grpo.training.checkpoint import (
     MODEL,
@@ -45,7 +46,7 @@ class Trainer:
         module = module or tiny_module(dtype=dtype, seed=seed, **changes)
         self.policy = PolicyModel(module, chunk_tokens=7)
         self.step = TrainStep(self.policy, AlgorithmSection(), SETTINGS, num_train_steps=NUM_STEPS)
-        self.weights = PolicyWeights(self.policy, seed=0, tolerance=1e-3)
+        self.weights = PolicyWeights(self.policy, WeightsSection(), seed=0)
         self.history: list[tuple] = []
 
     def train(self, first, last):

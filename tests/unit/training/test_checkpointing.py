@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from async_grpo.config.algorithm import AlgorithmSection
 from async_grpo.config.load import load_config
 from async_grpo.config.run_directory import RunDirectory
+from async_grpo.config.weights import WeightsSection
 from async_grpo.errors import AsyncGrpoError, ConfigError, PeerError, RemoteError
 from async_grpo.replay_api.base import ErrorCode
 from async_grpo.training.checkpoint_files import LATEST
@@ -72,7 +73,7 @@ class World:
         policy = tiny_policy(dtype=torch.float32)
         step = TrainStep(policy, AlgorithmSection(), config.trainer, num_train_steps=20)
         step.apply(random_groups(2), 0)
-        weights = PolicyWeights(policy, seed=0, tolerance=1e-3)
+        weights = PolicyWeights(policy, WeightsSection(), seed=0)
         return Checkpointer(config, self.directory, self.replay, asyncio.run, weights, step)
 
     def write(self, *names: tuple[int, int], keep: int = 9) -> None:

@@ -24,7 +24,7 @@ def make(tmp_path: Path):
     )
 
     def make(*overrides: str, depth: int = 3) -> Control:
-        return Control(load_config(path, overrides), depth)
+        return Control(load_config(path, overrides), depth, noise=0.0)
 
     return make
 

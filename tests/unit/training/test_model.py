@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from async_grpo.config.policy import DType, PolicySection
 from async_grpo.config.trainer import TrainerSection
+from async_grpo.config.weights import WeightsSection
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.training.model import PolicyModel, load_policy, save_policy
 from async_grpo.training.self_test import check_model
@@ -110,12 +111,12 @@ def test_what_cannot_be_loaded_is_a_configuration_error(tmp_path):
 
 def test_weights_are_named_once_and_the_probe_follows_them():
     policy = tiny_policy(dtype=torch.float32)
-    weights = PolicyWeights(policy, seed=1, tolerance=1e-3)
+    weights = PolicyWeights(policy, WeightsSection(), seed=1)
     names = [name for name, _ in weights.named_tensors()]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names  # tied
     assert names == [name for name, _ in policy.module.named_parameters()]
-    before = weights.probe()
+    before = weights.probe().sets[1]
     logits = policy.module(input_ids=torch.tensor([before.token_ids])).logits[0, :-1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(before.token_ids[1:])[:, None])
     torch.testing.assert_close(
@@ -123,6 +124,6 @@ def test_weights_are_named_once_and_the_probe_follows_them():
     )
     with torch.no_grad():
         policy.module.model.norm.weight.mul_(2.0)
-    after = weights.probe()
+    after = weights.probe().sets[1]
     assert after.token_ids == before.token_ids
     assert max(abs(a - b) for a, b in zip(after.logprobs, before.logprobs, strict=True)) > 0.1

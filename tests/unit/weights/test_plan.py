@@ -3,7 +3,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.weights.flatten import digest, dtype_name, empty_buckets, flatten
+from async_grpo.weights.flatten import (
+    as_words,
+    digests,
+    dtype_name,
+    empty_buckets,
+    flatten,
+    sums_of_words,
+)
 from async_grpo.weights.plan import ITEM_BYTES, TensorSpec, make_plan
 
 SPECS = st.lists(
@@ -84,17 +91,45 @@ def test_flattened_bytes_are_the_tensors_back_to_back():
         assert offset == payload.numel()
 
 
-def test_the_digest_sees_every_byte_and_the_order_of_blocks():
-    payload = torch.zeros(67_108_880 + 3, dtype=torch.uint8)  # two blocks of 2^22 words, and a tail
-    first = digest(payload)
-    assert digest(payload.clone()) == first
-    for at in (0, 5, 40_000_000, payload.numel() - 1):
+def by_sums(tensors):
+    """As on a device that is not the CPU."""
+    words = [as_words(tensor) for tensor in tensors.values()]
+    return dict(zip(tensors, sums_of_words(words, torch.device("cpu")), strict=True))
+
+
+@pytest.mark.parametrize("digest", [digests, by_sums])
+def test_the_digest_sees_every_byte_and_the_order_of_blocks(digest):
+    payload = torch.zeros((1 << 24) + (1 << 20) + 3, dtype=torch.uint8)  # a block of words, a tail
+    (first,) = digest({"a": payload}).values()
+    assert digest({"a": payload.clone()}) == {"a": first}
+    for at in (0, 5, 1 << 24, payload.numel() - 1):
         changed = payload.clone()
         changed[at] += 1
-        assert digest(changed) != first, at
+        assert digest({"a": changed}) != {"a": first}, at
     one, other = payload.clone(), payload.clone()
-    one[8], other[8 + (8 << 22)] = 1, 1
-    assert digest(one) != digest(other)
+    one[8], other[8 + (1 << 24)] = 1, 1
+    assert digest({"a": one}) != digest({"a": other})
+
+
+@pytest.mark.parametrize("digest", [digests, by_sums])
+def test_two_bits_that_change_places_change_the_digest(digest):
+    """A step of a bfloat16 tensor may move one element up and another down by one bit."""
+    before = torch.zeros(64, dtype=torch.bfloat16)
+    before[4] = 1.0
+    after = torch.zeros(64, dtype=torch.bfloat16)
+    after[8] = 1.0
+    assert digest({"a": before}) != digest({"a": after})
+
+
+@pytest.mark.parametrize("digest", [digests, by_sums])
+def test_a_tensor_of_odd_bytes_or_at_an_odd_place_has_the_digest_of_its_bytes(digest):
+    row = torch.arange(1.0, 8.0).bfloat16()
+    pieces = {"at 2": row[1:4], "alone": row[1:4].clone(), "other": row[2:5]}
+    found = digest(pieces)
+    assert found["at 2"] == found["alone"] != found["other"]
+    grid = torch.arange(6.0).view(2, 3)
+    found = digest({"turned": grid.T, "copied": grid.T.contiguous(), "flat": grid})
+    assert found["turned"] == found["copied"] != found["flat"]
 
 
 def test_a_tensor_that_changed_its_shape_is_refused():

@@ -8,10 +8,10 @@ from async_grpo.engine_api import Path as Route
 from async_grpo.engine_api import PauseMode
 from async_grpo.errors import WeightSyncError
 from async_grpo.generation.client import HttpEngineClient
-from async_grpo.replay_parts import BucketSpec, Probe, Rendezvous, UpdateOrder
+from async_grpo.replay_parts import BucketSpec, Probe, ProbeIds, Rendezvous, UpdateOrder
 from async_grpo.types import WeightsName
 from async_grpo.weights.receiver import WeightReceiver
-from tests.fakes.fake_engine import FakeEngine, Fault, fake_prompt_logprobs
+from tests.fakes.fake_engine import FakeEngine, Fault, fake_prompt_logprobs, probe_of
 
 IDS = [3, 4, 5]
 RENDEZVOUS = Rendezvous(
@@ -30,7 +30,8 @@ def order(**changes):
         engine_ids=["e"],
         ranks=[2],
         buckets=[bucket] * 3,
-        probe=Probe(token_ids=IDS, logprobs=fake_prompt_logprobs("1.3", IDS), tolerance=1e-3),
+        probe=probe_of(IDS, fake_prompt_logprobs("1.3", IDS), 1e-3),
+        digests={},
     )
     return msgspec.structs.replace(values, **changes)
 
@@ -60,14 +61,14 @@ async def whole_update(receiver, rendezvous=RENDEZVOUS, previous_group=""):
     await receiver.receive(rendezvous)
     received = await receiver.finish()
     await receiver.resume()
-    await receiver.probe()
+    await receiver.probe(None)
     return received
 
 
 async def test_the_calls_of_an_update_in_order():
     async with receiving() as (engine, receiver):
         received = await whole_update(receiver)
-        assert received.checksum == await engine.checksum()
+        assert received.checksums.total == await engine.checksum()
         assert received.kv_kept
         assert engine.pauses == [PauseMode.IN_PLACE]
         assert [call.path for call in engine.calls] == [
@@ -104,7 +105,7 @@ async def test_a_server_without_a_weights_checker_is_updated_and_proven_by_the_p
         engine.missing = {Route.WEIGHTS_CHECKER}
         await receiver.check_names()
         received = await whole_update(receiver)
-        assert received.checksum == ""
+        assert received.checksums is None
         assert engine.num_calls(Route.GENERATE) == 1
 
 
@@ -206,14 +207,75 @@ async def test_weights_that_did_not_arrive_are_noticed(fault, phase):
 
 async def test_the_tolerance_decides():
     true = fake_prompt_logprobs("1.3", IDS)
-    near = Probe(token_ids=IDS, logprobs=[value + 0.01 for value in true], tolerance=0.02)
+    near = probe_of(IDS, [value + 0.01 for value in true], 0.02)
     async with receiving(probe=near) as (_, receiver):
         await whole_update(receiver)
     far = msgspec.structs.replace(near, tolerance=0.005)
     async with receiving(probe=far) as (_, receiver):
         with pytest.raises(WeightSyncError, match="differ"):
             await whole_update(receiver)
-    not_a_number = msgspec.structs.replace(near, logprobs=[float("nan")] * 2)
+    not_a_number = probe_of(IDS, [float("nan")] * 2, 0.02)
     async with receiving(probe=not_a_number) as (_, receiver):
         with pytest.raises(WeightSyncError, match="differ"):
             await whole_update(receiver)
+
+
+def long_probe(off, *more, tolerance=0.15, largest=5.0):
+    """Sets of 40 positions; each with |differences| of its own."""
+    sets = []
+    for number, differences in enumerate((off, *more)):
+        ids = [3 + (number + at) % 50 for at in range(41)]
+        true = fake_prompt_logprobs("1.3", ids)
+        values = [value + differences(at) for at, value in enumerate(true)]
+        sets.append(ProbeIds(token_ids=ids, logprobs=values))
+    return Probe(sets=sets, tolerance=tolerance, max_tolerance=largest)
+
+
+async def test_one_token_that_rounding_moved_far_condemns_nobody():
+    """A run keeps its probe, so that one unlucky position would fail every engine for ever."""
+    one_off = long_probe(lambda at: 1.8 if at == 20 else 0.05)
+    async with receiving(probe=one_off) as (_, receiver):
+        await whole_update(receiver)
+        gap = await receiver.probe(None)
+    assert (gap.mean, gap.largest) == (pytest.approx(0.0986, abs=1e-3), pytest.approx(1.8))
+    gross = long_probe(lambda at: 5.1 if at == 20 else 0.0)
+    async with receiving(probe=gross) as (_, receiver):
+        with pytest.raises(WeightSyncError, match=r"5\.1 at most"):
+            await whole_update(receiver)
+    everywhere = long_probe(lambda at: 0.2)
+    async with receiving(probe=everywhere) as (_, receiver):
+        with pytest.raises(WeightSyncError, match=r"0\.2 nats on average"):
+            await whole_update(receiver)
+
+
+async def test_the_first_positions_are_not_compared():
+    """An attention sink's states are so large that rounding them moves log-probs far."""
+    sinks = long_probe(lambda at: 9.0 if at < 4 else 0.0)
+    async with receiving(probe=sinks) as (_, receiver):
+        await whole_update(receiver)
+
+
+async def test_other_ids_are_asked_about_before_an_engine_is_condemned(caplog):
+    unlucky = long_probe(lambda at: 0.3, lambda at: 0.1)
+    async with receiving(probe=unlucky) as (engine, receiver):
+        await whole_update(receiver)
+        asked = [call.body for call in engine.calls if call.path is Route.GENERATE]
+    assert [each["input_ids"] for each in asked] == [ids.token_ids for ids in unlucky.sets]
+    assert len({each["rid"] for each in asked}) == len({each["extra_key"] for each in asked}) == 2
+    assert "probe 0 of weights 1.3 is off by 0.3 nats" in caplog.text
+    wrong = long_probe(lambda at: 0.3, lambda at: 0.2)
+    async with receiving(probe=wrong) as (_, receiver):
+        with pytest.raises(WeightSyncError, match="each of 2 sets"):
+            await whole_update(receiver)
+
+
+async def test_a_short_context_is_asked_the_beginning_of_the_probe():
+    probe = long_probe(lambda at: 9.0 if at > 9 else 0.0)
+    async with receiving(probe=probe) as (engine, receiver):
+        await receiver.begin()
+        await receiver.join(RENDEZVOUS, "")
+        await receiver.receive(RENDEZVOUS)
+        await receiver.finish()
+        await receiver.resume()
+        assert (await receiver.probe(10)).largest < 1e-6
+        assert engine.calls[-1].body["input_ids"] == probe.sets[0].token_ids[:10]

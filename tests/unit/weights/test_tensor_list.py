@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import Interleave, WeightConverter
 
+from async_grpo.config.weights import WeightsSection
 from async_grpo.engine.admission import RequestRefused
 from async_grpo.engine.weight_loader import WeightLoader
 from async_grpo.errors import ConfigError
@@ -85,26 +86,26 @@ def test_a_model_saved_in_another_arrangement_is_refused():
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_loads_what_a_trainer_wrote(kind, dtype, tmp_path):
     sender = tiny_moe(kind, seed=1, dtype=dtype)
-    weights = PolicyWeights(PolicyModel(sender, chunk_tokens=8), seed=0, tolerance=0.0)
+    weights = PolicyWeights(PolicyModel(sender, chunk_tokens=8), WeightsSection(), seed=0)
     save_file(dict(weights.named_tensors()), tmp_path / "model.safetensors")
     receiver = tiny_moe(kind, seed=2, dtype=dtype)
     loader = WeightLoader(receiver, CPU, 1.0)
-    before = loader.checksum()
+    before = loader.checksums().total
     loader.load_directory(loader.open_directory(str(tmp_path)))
     for name, tensor in sender.state_dict().items():
         assert torch.equal(receiver.state_dict()[name], tensor), name
-    assert loader.checksum() == WeightLoader(sender, CPU, 1.0).checksum() != before
+    assert loader.checksums().total == WeightLoader(sender, CPU, 1.0).checksums().total != before
 
 
 def test_a_buffer_counts_as_a_weight(tmp_path: Path):
     """One that did not arrive is missed, and one that differs changes the checksum."""
     module = tiny_moe("glm4_moe")
     loader = WeightLoader(module, CPU, 1.0)
-    before = loader.checksum()
+    before = loader.checksums().total
     tensors = {name: tensor.clone() for name, tensor in travelling_tensors(module).items()}
     with torch.no_grad():
         dict(module.named_buffers())[BUFFER].add_(1.0)
-    assert loader.checksum() != before
+    assert loader.checksums().total != before
     del tensors[BUFFER]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(RequestRefused, match=rf"{BUFFER} is missing"):
