@@ -1,16 +1,46 @@
-"""What only a card shows of weight sync: broadcasts beside training."""
+"""What only a card shows of weight sync: rounding at probes, and broadcasts beside training."""
 
 import time
 from typing import Any
 
 import torch
 
+from async_grpo.training.model import PolicyModel
+from async_grpo.training.probe import logprobs_of, own_noise, sample_ids
 from async_grpo.weights.group import join_group, listen
 
 PAYLOAD_BYTES = 512 << 20
 """One bucket."""
 TRAINING_S = 2.0
 """Of matmuls that are queued when the broadcast begins."""
+
+
+def probe_noise(model: PolicyModel, *, num_probes: int, num_tokens: int) -> dict[str, Any]:
+    """How far two correct computations are apart on probes, in mean |log-prob difference|, nats.
+
+    Args:
+        model: in bfloat16.
+        num_probes: sequences that the model samples.
+        num_tokens: of each.
+    """
+    sets = sample_ids(model, num_sets=num_probes, num_tokens=num_tokens, seed=0)
+    batches = [sets[start : start + 8] for start in range(0, len(sets), 8)]
+    module: Any = model.module
+    ours = torch.cat([logprobs_of(model, batch) for batch in batches])
+    module.set_attn_implementation("eager")
+    eager = torch.cat([logprobs_of(model, batch) for batch in batches])
+    module.set_attn_implementation("sdpa")
+    gaps = (ours - eager).abs().double().cpu()
+    probes = gaps.mean(dim=1)
+    return {
+        "probes": num_probes,
+        "tokens": num_tokens,
+        "own_noise": sum(own_noise(model, batch) for batch in batches) / len(batches),
+        "sdpa_eager_p50": float(probes.quantile(0.5)),
+        "sdpa_eager_p99": float(probes.quantile(0.99)),
+        "sdpa_eager_max_probe": float(probes.max()),
+        "sdpa_eager_max_token": float(gaps.max()),
+    }
 
 
 def side_stream(device: torch.device) -> dict[str, Any]:

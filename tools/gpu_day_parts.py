@@ -155,6 +155,14 @@ def self_test(settings: Settings) -> dict[str, Any]:
     }
 
 
+def probe_noise(settings: Settings) -> dict[str, Any]:
+    """What correct computations differ by on the probes of weight updates."""
+    num_probes, num_tokens = (8, 17) if settings.cpu else (128, 133)
+    return gpu_day_checks.probe_noise(
+        _policy(settings), num_probes=num_probes, num_tokens=num_tokens
+    )
+
+
 def side_stream(settings: Settings) -> dict[str, Any]:
     """A broadcast of a bucket while the card trains."""
     return gpu_day_checks.side_stream(settings.device)
@@ -251,6 +259,7 @@ PARTS = {
     "self_test": Part(self_test, 60.0),
     "step": Part(partial(step, gradient_checkpointing=False), 90.0),
     "step_checkpointed": Part(partial(step, gradient_checkpointing=True), 90.0),
+    "probe_noise": Part(probe_noise, 60.0),
     "side_stream": Part(side_stream, 60.0),
     "quickstart": Part(gpu_day_engine.quickstart, 150.0),
     "transport_gloo": Part(partial(gpu_day_engine.transport, name="gloo"), 60.0, True),

@@ -24,8 +24,8 @@ def test_every_part_that_a_cpu_can_do_is_done(tmp_path: Path) -> None:
         **dict.fromkeys(parts, "ok"), "side_stream": "not run",
     }  # fmt: skip
     assert list(parts) == [
-        "self_test", "step", "step_checkpointed", "side_stream", "quickstart", "engine: embedded",
-        "transport_gloo", "transport_http", "transport_disk", "doctor",
+        "self_test", "step", "step_checkpointed", "probe_noise", "side_stream", "quickstart",
+        "engine: embedded",        "transport_gloo", "transport_http", "transport_disk", "doctor",
     ]  # fmt: skip
     kept, again = parts["step"]["figures"], parts["step_checkpointed"]["figures"]
     assert kept["loss"] == pytest.approx(again["loss"], rel=1e-6)
