@@ -7,6 +7,7 @@ from async_grpo.config.alarms import AlarmAction
 from async_grpo.config.algorithm import Aggregation
 from async_grpo.config.devices import card_problems, card_warnings
 from async_grpo.config.engine import EngineKind, EngineSection
+from async_grpo.config.limits import time_warnings
 from async_grpo.config.objective import objective_warnings
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import DrawOrder, OverAge, StalenessSection
@@ -170,6 +171,7 @@ def warnings(config: Config) -> list[str]:
         )
     found += _idle_engine_fields(config.engine)
     found += card_warnings(config)
+    found += time_warnings(config)
     patience_s, start_s = config.run.no_progress_timeout_s, config.engine.start_timeout_s
     starts_sglang = config.engine.kind == EngineKind.sglang and not config.engine.urls
     if starts_sglang and patience_s <= start_s:

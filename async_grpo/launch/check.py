@@ -16,6 +16,7 @@ from async_grpo.config import objective_text
 from async_grpo.config.alarms import AlarmAction, AlarmsSection
 from async_grpo.config.devices import starts_on_cards
 from async_grpo.config.eval import EvalSection
+from async_grpo.config.limits import checkpoint_warning
 from async_grpo.config.load import agreement_digest, to_yaml
 from async_grpo.config.policy import DType
 from async_grpo.config.rules import group_bytes_bound, least_depth, max_groups, warnings
@@ -33,7 +34,7 @@ _STATE_COPIES = 4
 def describe(config: Config) -> str:
     """YAML, then comment lines: the whole is still a configuration that can be loaded."""
     lines = [f"# {label:<22}{value}" for label, value in _derived(config)]
-    lines += [f"# warning: {text}" for text in warnings(config)]
+    lines += [f"# warning: {text}" for text in [*warnings(config), *_of_its_size(config)]]
     return to_yaml(config) + "\n" + "\n".join(lines) + "\n"
 
 
@@ -103,6 +104,16 @@ def _evaluation(section: EvalSection) -> str:
         f"{section.num_prompts} held-out prompts * {section.num_completions} completions every "
         f"{section.every} steps; {section.held_out_fraction:.0%} of the task is held out"
     )
+
+
+def _of_its_size(config: Config) -> Iterator[str]:
+    """Warnings that depend on the model's size, where it is there."""
+    try:
+        facts = read_model_facts(Path(config.policy.model))
+    except FileNotFoundError:
+        return
+    if text := checkpoint_warning(config, facts.num_parameters):
+        yield text
 
 
 def _model(config: Config) -> Iterator[tuple[str, str]]:

@@ -44,7 +44,7 @@ def config(request, tmp_path):
 
 
 def test_the_gpu_configurations_are_among_them():
-    assert {"qwen3_8gpu.yaml", "qwen3_nodes.yaml"} <= set(CHATS)
+    assert {"one_gpu.yaml", "qwen3_8gpu.yaml", "qwen3_nodes.yaml"} <= set(CHATS)
 
 
 def test_a_right_reply_earns_1_a_wrong_one_0_and_one_that_was_cut_off_0(config):
