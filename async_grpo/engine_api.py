@@ -17,6 +17,12 @@ FLATTENED_BUCKET = "flattened_bucket"
 flattened, in the order of `names`, without padding; each offset a multiple of its item size."""
 
 
+SGLANG_RESERVE = 6
+"""Tokens of its context that SGLang 0.5.23 leaves unused: a completion ends 2 tokens before the
+context does, without a word, and a prompt ends 7 before. A completion that goes on behind a weight
+update is a prompt, nearly as long as the whole."""
+
+
 class Path(StrEnum):
     """Routes."""
 

@@ -1,8 +1,10 @@
 """Section `engine`: inference servers."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from async_grpo.config.ranges import not_negative, positive
 
@@ -31,6 +33,21 @@ LOOPBACK = ("127.", "localhost", "::1")
 
 RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Variable of SGLang that makes its log-probs those of another distribution."""
+
+
+_LOOPBACK_NAMES = {"localhost": "127.0.0.1", "ip6-localhost": "::1"}
+
+
+def _place(url: str) -> tuple[str, str, int | None, str]:
+    """Equal for two spellings of one address."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").lower()
+    try:
+        port = parts.port
+    except ValueError:  # no number: the client says so
+        port = None
+    default = {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, _LOOPBACK_NAMES.get(host, host), port or default, parts.path.rstrip("/")
 
 
 @dataclass(kw_only=True)
@@ -108,6 +125,13 @@ class EngineSection:
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 yield f"{where}.urls: {url!r} must start with http:// or https://"
+        places = Counter(_place(url) for url in self.urls)
+        for url in self.urls:
+            if places.pop(_place(url), 1) > 1:
+                yield (
+                    f"{where}.urls names {url!r} twice: two slots would drive one server, and each "
+                    "would undo the other's weight updates"
+                )
         if ":" not in self.kind and self.kind not in list(EngineKind):
             yield (
                 f"{where}.kind must be embedded, sglang or package.module:attribute, "

@@ -115,6 +115,11 @@ def _cross_section(config: Config) -> Iterator[str]:
             "engine.num_engines"
         )
     yield from card_problems(config)
+    if config.engine.urls and config.launch.num_generators > 1:
+        yield (
+            f"engine.urls with launch.num_generators ({config.launch.num_generators}): every "
+            "generator would attach to the same servers; one generator drives any number of them"
+        )
     if config.generation.group_size < 2:
         yield "generation.group_size must be >= 2: a group of one has no advantage"
 

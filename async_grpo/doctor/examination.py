@@ -61,6 +61,7 @@ ENGINE_CHECKS = (
 )  # fmt: skip
 """In their order; a check's name may go on behind it."""
 
+_NO_LOGPROBS = "log-probs differ, and every line here compares them"
 _LOAD_QUESTIONS, _LOAD_INTERVAL_S = 4, 0.5
 
 
@@ -213,6 +214,7 @@ class Examination:
                 self._look(engine.info, await engine.client.model_info())
             async for finding in self._checks(subject, Updates(subject, link)):
                 self._add(finding)
+            self._skip_the_rest(_NO_LOGPROBS)
         except WeightSyncError as error:
             self._add(fail("weights", str(error), _UPDATE_ADVICE))
             self._skip_the_rest("the engine does not hold the policy's weights")
@@ -258,8 +260,11 @@ class Examination:
         finding, gap = await check_logprobs(subject, samples, temperature)
         yield finding
         other = other_temperature(temperature)
-        finding, _ = await check_logprobs(subject, await take_samples(subject, other), other)
-        yield finding
+        second, _ = await check_logprobs(subject, await take_samples(subject, other), other)
+        yield second
+        if Verdict.FAIL in (finding.verdict, second.verdict):
+            yield check_text(samples, self._policy.tokenizer)
+            return
         yield await check_distribution(subject, samples)
         yield await check_noise(subject, samples, gap)
         yield check_text(samples, self._policy.tokenizer)

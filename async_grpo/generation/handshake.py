@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from async_grpo.engine_api import PauseMode, ServerInfo
+from async_grpo.engine_api import SGLANG_RESERVE, PauseMode, ServerInfo
 from async_grpo.errors import EngineMisconfigured, GenerationError
 from async_grpo.generation.connections import NO_ROUTE, StatusError
 from async_grpo.generation.holding import ANSWER_S, hold, identity, require_free
@@ -26,10 +26,6 @@ logger = logging.getLogger(__name__)
 _NUM_LOOKS = 8
 """Questions that tell one server from several: of two that a balancer draws at random, all reach
 the same one once in 128 times."""
-SGLANG_RESERVE = 6
-"""Tokens of its context that SGLang leaves unused: its longest completion ends 2 tokens before the
-context does, and it takes no prompt of more than the context less 7. A completion that goes on
-behind an update is a prompt, nearly as long as the whole."""
 
 
 class NotAnEngine(EngineMisconfigured):

@@ -19,6 +19,7 @@ from async_grpo.config.engine import RAW_LOGPROBS, EngineSection
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.policy import DType
 from async_grpo.config.schema import Config
+from async_grpo.engine_api import SGLANG_RESERVE
 from async_grpo.errors import ConfigError, GenerationError
 from async_grpo.generation.handles import OwnedEngine
 from async_grpo.transport.parent import CHILD_VARIABLE, start_child_async
@@ -34,6 +35,8 @@ exec "$@" 3<&- </dev/null
 """SGLang takes no notice of its parent's death. A second process in its group does: it reads the
 parent's pipe (`transport.parent`) and at its end removes the file with the keys and kills the
 group. It outlives SIGTERM, which is for the server."""
+_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+"""Variable of SGLang without which it ends where its context is longer than the model's."""
 _OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would make another interpreter find our packages."""
 
@@ -66,7 +69,8 @@ def sglang_args(config: Config, port: int) -> list[str]:
     if config.trainer.fp32_head and config.policy.dtype is DType.bfloat16:
         args.append("--enable-fp32-lm-head")  # logits are not rounded, as in the trainer
     if section.context_length:
-        args += ["--context-length", str(section.context_length)]
+        # so that engine.context_length means prompt and completion together, as everywhere else
+        args += ["--context-length", str(section.context_length + SGLANG_RESERVE)]
     return [*args, *section.server_args]
 
 
@@ -91,6 +95,8 @@ async def start_sglang(
         GenerationError: no port is free, or the program cannot be started.
     """
     env = server_variables(config.engine, env) | {RAW_LOGPROBS: "0"}
+    if _only_reserve_exceeds(config):
+        env[_LONGER_CONTEXT] = "1"
     with ExitStack() as stack:
         port = stack.enter_context(_reserved_port(config.engine.host)).getsockname()[1]
         args, key_file = sglang_args(config, port), ""
@@ -111,6 +117,21 @@ async def start_sglang(
         host = config.engine.host
         url = str(URL.build(scheme="http", host=host, port=port))
         return OwnedEngine(process, url, log, log_start=log_start, held=stack.pop_all())
+
+
+def _only_reserve_exceeds(config: Config) -> bool:
+    """Whether the model holds the context that was asked for, but not SGLang's reserve behind it.
+
+    No token ever stands there, so SGLang may be told to accept it.
+    """
+    section = config.engine
+    path = Path(section.model or config.policy.model) / "config.json"
+    if not section.context_length or not path.is_file():
+        return False
+    longest = json.loads(path.read_text(encoding="utf-8")).get("max_position_embeddings")
+    return isinstance(longest, int) and (
+        section.context_length <= longest < section.context_length + SGLANG_RESERVE
+    )
 
 
 def _open_log(log: Path, *, private: bool) -> BinaryIO:

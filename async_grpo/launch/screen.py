@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo.launch.standard_streams import heard_or_not
-from async_grpo.launch.status import doing, dropped_groups, utilization
+from async_grpo.launch.status import doing, dropped_groups, engines_out, utilization
 from async_grpo.launch.supervisor import REPLAY
 from async_grpo.replay_api.peers import PeerView, StatsReply
 from async_grpo.replay_parts import Role
@@ -103,14 +103,20 @@ def _learning(picture: Picture) -> RenderableType:
     return Group(_line("reward", text), _line("staleness", bound))
 
 
-def _speed(picture: Picture) -> Text:
+def _speed(picture: Picture) -> RenderableType:
     sampled = sum(
         peer.status.metrics.get("tokens_per_s", 0.0)
         for peer in picture.stats.peers
         if peer.status is not None and peer.role is Role.GENERATOR
     )
     trained = picture.steps[-1].get("tokens/trained_per_s", 0.0) if picture.steps else 0.0
-    return _line("tokens/s", f"{sampled:,.0f} sampled, {trained:,.0f} trained")
+    out = [
+        f"{peer.name}: {text}"
+        for peer in picture.stats.peers
+        if (text := engines_out(peer.engines))
+    ]
+    rates = _line("tokens/s", f"{sampled:,.0f} sampled, {trained:,.0f} trained")
+    return Group(rates, _line("engines", "; ".join(out))) if out else rates
 
 
 def _buffer(picture: Picture) -> RenderableType:

@@ -6,7 +6,8 @@ Reads only; a run does not depend on it.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from async_grpo.config.schema import Config
 from async_grpo.errors import PeerError
 from async_grpo.interfaces import Clock
 from async_grpo.replay_api.peers import PeerView, StatsReply
-from async_grpo.replay_parts import Role, RoleStatus
+from async_grpo.replay_parts import EngineState, EngineStatus, Role, RoleStatus
 from async_grpo.types import DropReason
 
 _TAIL_BYTES = 65536
@@ -131,6 +132,7 @@ def format_status(
             continue
         rate = peer.status.metrics.get("tokens_per_s", 0.0)
         speed = f", {rate:,.0f} tokens/s" if rate else ""
+        speed += f", {out}" if (out := engines_out(peer.engines)) else ""
         busy = utilization(peer.status)
         share = f" ({busy:.0%} busy)" if busy is not None else ""
         parts.append(f"{peer.name} {doing(peer, heartbeat_s)}{share}{speed}")
@@ -157,6 +159,20 @@ def doing(peer: PeerView, heartbeat_s: float) -> str:
     if peer.heartbeat_age_s >= 2 * heartbeat_s:
         return f"silent {peer.heartbeat_age_s:.0f} s"
     return peer.status.state if peer.status is not None else "starting"
+
+
+def engines_out(engines: Sequence[EngineStatus]) -> str:
+    """How many of a generator's engines cannot serve, or an empty string."""
+    states = Counter(engine.state for engine in engines)
+    parts = [
+        f"{states[state]} of {len(engines)} engines {word}"
+        for state, word in (
+            (EngineState.DEAD, "given up"),
+            (EngineState.QUARANTINED, "quarantined"),
+        )
+        if states[state]
+    ]
+    return ", ".join(parts)
 
 
 def utilization(status: RoleStatus) -> float | None:

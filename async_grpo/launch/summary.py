@@ -38,6 +38,12 @@ def summarize(
     lines += _evaluations(written)
     lines += _busy(last_seen)
     lines += [
+        f"  engines      {name}: {status.metrics['engines_given_up']:.0f} of "
+        f"{status.metrics['engines']:.0f} given up"
+        for name, status in last_seen.items()
+        if status.metrics.get("engines_given_up")
+    ]
+    lines += [
         f"  last error   {name}: {' '.join(status.last_error.split())}"
         for name, status in last_seen.items()
         if status.last_error

@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.schema import Config
-from async_grpo.engine_api import GenerateRequest, PauseMode, SamplingParams
+from async_grpo.engine_api import SGLANG_RESERVE, GenerateRequest, PauseMode, SamplingParams
 from async_grpo.errors import GenerationError
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.handles import OwnedEngine
@@ -95,7 +95,9 @@ async def test_a_killed_server_is_started_again_and_never_serves_its_checkpoint(
         await running.until(lambda: slot.engine is not None)
         engine = slot.engine
         assert engine.info.version.startswith("0.5.")
-        assert (engine.num_slots, engine.info.context_length) == (SLOTS - 1, CONTEXT_LENGTH)
+        assert (engine.num_slots, engine.info.context_length) == (
+            SLOTS - 1, CONTEXT_LENGTH - SGLANG_RESERVE,
+        )  # fmt: skip
         assert engine.status.state is EngineState.SYNCING
         assert engine.status.wants_sync
         assert not engine.serving, "it holds a checkpoint, not the trainer's weights"

@@ -242,3 +242,23 @@ def test_a_reward_or_plain_completions_make_exact_answers_possible(base: Path) -
     chat = ["task.name=jsonl", "task.chat_template=true"]
     assert warnings(load_config(base, [*chat, "task.reward=mine:reward"])) == []
     assert warnings(load_config(base, ["task.name=jsonl"])) == []
+
+
+@pytest.mark.parametrize(
+    "urls",
+    ["http://a:1,http://a:1", "http://a:1,http://A:1/", "http://localhost:1,http://127.0.0.1:1"],
+)
+def test_one_server_given_twice_is_refused(base, urls):
+    (problem,) = problems_of(base, f"engine.urls=[{urls}]")
+    assert problem.startswith("engine.urls names 'http://")
+    assert "twice: two slots would drive one server" in problem
+
+
+def test_different_servers_are_no_problem(base):
+    config = load_config(base, ["engine.urls=[http://a:1,http://a:2,http://b:1]"])
+    assert len(config.engine.urls) == 3
+
+
+def test_several_generators_do_not_share_attached_servers(base):
+    (problem,) = problems_of(base, "engine.urls=[http://a:1]", "launch.num_generators=2")
+    assert problem.startswith("engine.urls with launch.num_generators (2): every generator would")

@@ -5,11 +5,17 @@ import asyncio
 import msgspec
 import pytest
 
-from async_grpo.engine_api import GenerateRequest, InitGroupRequest, PauseMode, SamplingParams
+from async_grpo.engine_api import (
+    SGLANG_RESERVE,
+    GenerateRequest,
+    InitGroupRequest,
+    PauseMode,
+    SamplingParams,
+)
 from async_grpo.engine_api import Path as Route
 from async_grpo.errors import GenerationError
 from async_grpo.generation.client import HttpEngineClient
-from async_grpo.generation.handshake import SGLANG_RESERVE, shake_hands
+from async_grpo.generation.handshake import shake_hands
 from async_grpo.generation.names import Holder
 from tests.fakes.fake_engine import FakeEngine
 

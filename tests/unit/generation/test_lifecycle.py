@@ -6,12 +6,11 @@ import sys
 import pytest
 
 from async_grpo.config.engine import EngineSection
-from async_grpo.engine_api import Load, ModelInfo, ServerInfo
+from async_grpo.engine_api import SGLANG_RESERVE, Load, ModelInfo, ServerInfo
 from async_grpo.engine_api import Path as Route
 from async_grpo.errors import EngineMisconfigured, GenerationError
 from async_grpo.generation import lifecycle
 from async_grpo.generation.engines import UpdateKind
-from async_grpo.generation.handshake import SGLANG_RESERVE
 from async_grpo.generation.lifecycle import EngineSlot
 from async_grpo.generation.starts import start_announced
 from async_grpo.replay_parts import EngineState

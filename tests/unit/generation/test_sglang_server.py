@@ -111,7 +111,8 @@ async def test_the_command_says_everything_that_the_configuration_does(place, mo
         assert said["args"] == [
             "-m", "sglang.launch_server", "--model-path", "a-copy", "--host", "127.0.0.1",
             "--port", port, "--dtype", "float32", "--tp-size", "2", "--max-running-requests", "5",
-            "--log-level-http", "warning", "--context-length", "99", "--mem-fraction-static", "0.8",
+            "--log-level-http", "warning", "--context-length", "105",
+            "--mem-fraction-static", "0.8",
         ]  # fmt: skip
         assert said["env"]["CUDA_VISIBLE_DEVICES"] == "6,7"
         assert said["env"]["NCCL_DEBUG"] == "INFO"
@@ -218,3 +219,20 @@ def test_engines_that_everybody_reaches_without_a_key_are_warned_of(place, caplo
     assert caplog.text == ""
     engine_starts(place.config(host="0.0.0.0"), "gen", [], EngineKeys())
     assert "engines listen on 0.0.0.0 without a key" in caplog.text
+
+
+@pytest.mark.parametrize(("longest", "told"), [(104, "1"), (105, None), (98, None)])
+async def test_a_context_as_long_as_the_models_leaves_room_for_sglangs_reserve(
+    place, longest, told
+):
+    """One that is longer than the model's is refused by SGLang itself, as before."""
+    model = place.directory / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": longest}))
+    config = place.config(model=str(model), context_length=99)
+    (start,) = engine_starts(config, "gen", [], EngineKeys())
+    handle = await start("gen/0#1")
+    said = await place.started()
+    await handle.kill()
+    assert said["args"][said["args"].index("--context-length") + 1] == "105"
+    assert said["env"].get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN") == told

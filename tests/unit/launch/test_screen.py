@@ -9,7 +9,7 @@ from rich.console import Console
 
 from async_grpo.launch.screen import Picture, Screen, clock_text, draw, eta_s, sparkline
 from async_grpo.replay_api.peers import PeerView, StatsReply
-from async_grpo.replay_parts import Role, RoleStatus
+from async_grpo.replay_parts import EngineState, EngineStatus, Role, RoleStatus
 
 
 def peer(role: Role, name: str, state: str, error: str = "", speed: float = 0.0) -> PeerView:
@@ -118,3 +118,12 @@ def test_lines_printed_meanwhile_stay_above() -> None:
         console.print("generator-0 was killed by SIGKILL; restart 1 of 3")
     text = console.file.getvalue()
     assert text.rindex("so far") > text.index("was killed by SIGKILL")
+
+
+def test_engines_that_cannot_serve_are_on_it() -> None:
+    states = [EngineState.SERVING, EngineState.DEAD, EngineState.QUARANTINED, EngineState.SERVING]
+    engines = [EngineStatus(engine_id=f"g/{n}#1", state=state) for n, state in enumerate(states)]
+    generator = peer(Role.GENERATOR, "generator-0", "generating")
+    text = "\n".join(drawn(picture([msgspec.structs.replace(generator, engines=engines)])))
+    assert "generator-0: 1 of 4 engines given up, 1 of 4 engines quarantined" in text
+    assert "given up" not in "\n".join(drawn(picture([generator])))

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from async_grpo.config.load import load_config, to_yaml
@@ -16,7 +17,7 @@ from async_grpo.launch.summary import summarize
 from async_grpo.launch.supervisor import Outcome
 from async_grpo.replay.core.records import Made, encode_record
 from async_grpo.replay_api.peers import PeerView, StatsReply
-from async_grpo.replay_parts import Role, RoleStatus
+from async_grpo.replay_parts import EngineState, EngineStatus, Role, RoleStatus
 from async_grpo.types import DropReason, TicketKind
 
 TRAINER = RoleStatus(
@@ -219,3 +220,23 @@ def test_the_summary_tells_what_was_learned_and_that_the_books_do_not_balance(
     ):
         assert part in summary.text, part
     assert not summary.audit_ok
+
+
+def test_a_dead_engine_slot_is_in_the_line_and_in_the_summary(config: Config) -> None:
+    """The run goes on with the others, at half its pace and with a right exit code."""
+    engines = [
+        EngineStatus(engine_id="g/0#1", state=EngineState.SERVING),
+        EngineStatus(engine_id="g/1#7", state=EngineState.DEAD),
+    ]
+    peers = [
+        PeerView(
+            role=Role.GENERATOR, name="g", heartbeat_age_s=0.1, status=GENERATOR, engines=engines
+        )
+    ]
+    assert "1 of 2 engines given up" in format_status(stats(peers=peers), {}, 30, 2.0)
+    metrics = {"engines": 2.0, "engines_given_up": 1.0}
+    seen = {"g": msgspec.structs.replace(GENERATOR, metrics=metrics, last_error="given up: g/1#7")}
+    directory = RunDirectory(Path(config.run.output_dir))
+    text = summarize(config, directory, Outcome(ExitCode.OK, "the trainer is done"), seen).text
+    assert "  engines      g: 1 of 2 given up" in text
+    assert "  last error   g: given up: g/1#7" in text
