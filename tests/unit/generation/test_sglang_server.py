@@ -229,10 +229,7 @@ async def test_a_context_as_long_as_the_models_leaves_room_for_sglangs_reserve(
     model = place.directory / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": longest}))
-    config = place.config(model=str(model), context_length=99)
-    (start,) = engine_starts(config, "gen", [], EngineKeys())
-    handle = await start("gen/0#1")
-    said = await place.started()
-    await handle.kill()
+    async with running(place, EngineKeys(), model=str(model), context_length=99) as (_, said):
+        pass
     assert said["args"][said["args"].index("--context-length") + 1] == "105"
     assert said["env"].get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN") == told
