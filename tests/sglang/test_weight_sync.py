@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from aiohttp import ClientSession, ClientTimeout, web
@@ -14,6 +15,7 @@ from async_grpo.config.engine_keys import EngineKeys
 from async_grpo.config.policy import PolicySection
 from async_grpo.config.weights import Transport
 from async_grpo.engine_api import Path as Route
+from async_grpo.engine_api import UpdateFromDistributedRequest
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.generation.handles import AttachedEngine, OwnedEngine
 from async_grpo.generation.starts import engine_starts
@@ -31,6 +33,7 @@ pytestmark = REAL_MARKS
 
 PROBE_IDS = [7, 9, 11, 13, 15]
 NORM = "model.norm.weight"
+LEFT_OUT = "model.layers.0.self_attn.o_proj.weight"
 BUCKET_BYTES = 16_000
 """Several buckets of the tiny model."""
 
@@ -126,6 +129,55 @@ async def test_names_that_a_server_lacks_are_found_before_anything_is_sent(
         world.spoil = lambda tensors: None
         await world.until(lambda: world.num_wishing == 2)
         assert (await world.publish(1)).failures == []
+        await world.until(lambda: world.serves(1))
+
+
+class LosingClient(HttpEngineClient):
+    """Asks for one tensor under a name that the server does not know, and so ignores."""
+
+    loses = False
+
+    async def update_from_distributed(
+        self, request: UpdateFromDistributedRequest, *, timeout_s: float
+    ) -> None:
+        if LosingClient.loses:
+            names = [name.replace(LEFT_OUT, "unheard.of.weight") for name in request.names]
+            request = msgspec.structs.replace(request, names=names)
+        await super().update_from_distributed(request, timeout_s=timeout_s)
+
+
+class LosingWorld(ServerWorld):
+    """Its probe allows everything, so that only checksums can tell."""
+
+    def _make_client(self, url: str) -> EngineClient:
+        keys = next(server.keys for server in self._servers if server.url == url)
+        return LosingClient(url, control_timeout_s=60.0, vocab_size=VOCAB_SIZE, keys=keys)
+
+    def _make_source(self, version: int) -> WeightSource:
+        return AllowingSource(version, self.spoil)
+
+
+class AllowingSource(ModelSource):
+    """As after a small step: the probe sees no difference."""
+
+    def probe(self) -> Probe:
+        return msgspec.structs.replace(super().probe(), tolerance=1e3, max_tolerance=1e3)
+
+
+async def test_a_tensor_that_was_left_out_is_found_by_its_checksum(
+    tmp_path, real_servers: dict[str, RealServer]
+) -> None:
+    """A 200 for each bucket, the right version, and one tensor as it was."""
+    world = LosingWorld(tmp_path, list(real_servers.values())[:1], timeout_s=120.0)
+    LosingClient.loses = False
+    async with world.whole():
+        assert (await world.publish(0)).failures == []
+        LosingClient.loses = True
+        (failure,) = (await world.publish(1)).failures
+        LosingClient.loses = False
+        assert f"'checksum': {LEFT_OUT} is as with weights" in failure
+        await world.until(lambda: world.num_wishing == 1)
+        assert (await world.serve_wishes()).failures == []
         await world.until(lambda: world.serves(1))
 
 
