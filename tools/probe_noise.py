@@ -197,7 +197,8 @@ def spoiled(
         pair = slice(2 * number % len(ids), 2 * number % len(ids) + 2)
         kept = weight.detach().clone()
         for kind in found:
-            noise = torch.randn(kept.shape, generator=generator) * kept.float().std()
+            spread = float(kept.float().std()) or 1.0
+            noise = torch.randn(kept.shape, generator=generator) * spread
             weight.data.copy_(noise + (kept.float().mean() if kept.dim() == 1 else 0))
             if kind == "zeroed":
                 weight.data.zero_()
