@@ -40,8 +40,8 @@ MAX_TRIES = 6
 tokens."""
 FIRST_BACKOFF_S = 0.05
 ABORT_ANSWER_S = 20.0
-"""For a request to come back with what it has sampled, once it was aborted at its deadline; less
-where the deadline was shorter. Running ones take one more decode step."""
+"""For a request to come back with what it has sampled, once it was aborted at its deadline. Running
+ones take one more decode step, and the abort itself waits for a busy server."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -131,6 +131,7 @@ class Sampler:
         clock: for the times in `Sampled`.
 
     Attributes:
+        abort_answer_s: for the reply to an abort at a deadline.
         num_retries: requests that failed and were sent again.
         num_continued: requests that an update or their deadline ended with what they had sampled,
             and that were continued by another.
@@ -159,6 +160,7 @@ class Sampler:
                 stop_token_ids,
             )
         self._aborts: set[asyncio.Task[None]] = set()
+        self.abort_answer_s = ABORT_ANSWER_S
         self.num_retries = 0
         self.num_continued = 0
 
@@ -264,7 +266,7 @@ class Sampler:
                 # it holds at its door it does not know yet, so it is told again.
                 updating = engine.updating
                 await self._abort(engine, rid)
-                if await _done(call, min(ABORT_ANSWER_S, deadline_s)):
+                if await _done(call, self.abort_answer_s):
                     return call.result()
                 if not updating:
                     break

@@ -97,12 +97,13 @@ async def test_what_a_request_sampled_until_its_deadline_is_kept_and_continued(t
 
 
 async def test_a_request_whose_abort_is_not_answered_is_given_up(tmp_path):
-    """Bounded: the deadline, as long again for the abort, then another try."""
+    """Bounded: the deadline, a while for the abort, then another try."""
     world = World(tmp_path, manual=True, group_size=2)
     world.config.generation.request_timeout_s = 0.3
     async with world.running():
         engine = await _started(world, size=2)
         first = set(engine.running)
+        world.generator._sampler.abort_answer_s = 0.3
         engine.deaf = True
         await engine.until(lambda: len(_members(engine)) == 4)
         assert {call.body["rid"] for call in engine.calls if call.path is Route.ABORT} >= first
@@ -124,6 +125,7 @@ async def test_a_deadline_in_the_course_of_an_update_waits_for_its_end(tmp_path)
         engine = await _started(world, size=2)
         first, other = engine.running
         await engine.step(3)
+        world.generator._sampler.abort_answer_s = 0.3
         engine.deaf = True  # as a paused SGLang is
         (slot,) = world.generator._slots
         slot.engine.begin_update(WeightsName(1, 1))
