@@ -70,7 +70,8 @@ class EngineSection:
     max_running_requests: int = 64
     """Decode slots of one engine."""
     context_length: int = 0
-    """Longest prompt + completion; 0: the model's own limit."""
+    """Longest prompt + completion; 0: the model's own limit, or in the embedded engine what
+    kv_cache_bytes holds if that is less. Models with `dynamic` or `longrope` positions need it."""
     python: str = ""
     """SGLang: the interpreter of the environment that it is installed in."""
     model: str = ""

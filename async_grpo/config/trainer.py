@@ -68,8 +68,9 @@ class TrainerSection:
     device: str = "auto"
     """auto: cuda if there is one, else cpu."""
     self_test: bool = True
-    """At the start, before anything is trained, refuse a model whose packed sequences see each
-    other, or whose head is more than a linear map. Four forwards of a dozen tokens."""
+    """At the start, before anything is trained, refuse a model that draws random numbers, whose
+    packed sequences see each other, or whose head is more than a linear map. Eight forwards of a
+    few dozen tokens; one is as long as the sliding window, if sequences can be."""
     checkpoint_every: int = 50
     """Train steps between checkpoints; 0: only at the end. A clean stop always writes one.
     Training goes on while one is written, from a copy of the state in host memory that is kept

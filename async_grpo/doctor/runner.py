@@ -81,7 +81,9 @@ def check_preflight(config: Config) -> list[Finding]:
 def _examine_policy(config: Config, findings: list[Finding]) -> ExaminedPolicy:
     device = resolve_device(config.trainer.device)
     model = load_policy(config.policy, config.trainer, device, trainable=False)
-    findings += check_model(model, seed=config.run.seed)
+    findings += check_model(
+        model, seed=config.run.seed, context_length=config.engine.context_length
+    )
     finding, tokenizer = check_tokenizer(config, model)
     findings.append(finding)
     texts: Texts | None = None

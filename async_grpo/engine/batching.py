@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -26,7 +25,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from async_grpo.config.engine import EngineSection
 from async_grpo.engine.model import LoadedModel
-from async_grpo.errors import ConfigError
+from async_grpo.weights.model_facts import paged_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -293,29 +292,11 @@ def _batching_config(model: LoadedModel, config: EngineSection) -> ContinuousBat
 
 
 def _num_blocks(model: LoadedModel, config: EngineSection) -> tuple[int, bool]:
-    """Blocks of the KV cache, and whether all slots fit at full length.
-
-    Raises:
-        ConfigError: not even one sequence of full length fits.
-    """
-    text: Any = model.module.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    item_size = model.module.dtype.itemsize
-    bytes_per_token = item_size * (
-        2 * text.num_hidden_layers * heads * head_dim
-        + max(config.max_batch_tokens, config.max_running_requests)  # a row of the mask
-    )
+    """Blocks of the KV cache, and whether all slots fit at full length."""
+    text = model.module.config.get_text_config().to_dict()
     blocks_per_sequence = -(-model.limits.context_length // config.page_size)
     wanted = config.max_running_requests * blocks_per_sequence
-    affordable = config.kv_cache_bytes // (bytes_per_token * config.page_size)
-    if affordable < blocks_per_sequence:
-        raise ConfigError(
-            f"engine.kv_cache_bytes ({config.kv_cache_bytes}) must hold one sequence of "
-            f"{model.limits.context_length} tokens: at least "
-            f"{blocks_per_sequence * config.page_size * bytes_per_token}; or lower "
-            "engine.context_length"
-        )
+    affordable = paged_tokens(text, config, model.module.dtype.itemsize) // config.page_size
     if affordable < wanted:
         logger.info("the KV cache holds %d of %d blocks for full slots", affordable, wanted)
     return min(wanted, affordable), affordable >= wanted

@@ -15,6 +15,7 @@ from async_grpo.config.schema import Config
 from async_grpo.devices.choice import HIDE_CARDS_OF_ENGINES, auto_device
 from async_grpo.engine.admission import Limits
 from async_grpo.errors import ConfigError
+from async_grpo.weights.model_facts import paged_context, require_steady_positions
 from async_grpo.weights.pretrained import load_pretrained
 
 logger = logging.getLogger(__name__)
@@ -53,12 +54,21 @@ def load_model(config: Config) -> LoadedModel:
     if config.trainer.fp32_head and isinstance(head, torch.nn.Linear):
         use_float32_logits(head)  # as the trainer computes them
     text_config = module.config.get_text_config()
+    context_length = paged_context(
+        text_config.to_dict(),
+        config.engine,
+        module.dtype.itemsize,
+        max_new_tokens=config.generation.max_new_tokens,
+    )
+    require_steady_positions(text_config.to_dict(), context_length)
+    if not config.engine.context_length:
+        logger.info("sequences of up to %d tokens", context_length)
     return LoadedModel(
         module=module,
         path=path,
         limits=Limits(
             vocab_size=text_config.vocab_size,
-            context_length=_context_length(config, text_config),
+            context_length=context_length,
         ),
         eos_token_ids=eos_token_ids,
         device=device,
@@ -92,16 +102,6 @@ def _unfit(module: Any, why: str) -> ConfigError:
         f"policy.model: the embedded engine cannot serve {type(module).__name__}: {why}; serve it "
         "by SGLang (engine.kind=sglang)"
     )
-
-
-def _context_length(config: Config, text_config: Any) -> int:
-    own: int | None = getattr(text_config, "max_position_embeddings", None)
-    wanted = config.engine.context_length
-    if not wanted and own is None:
-        raise ConfigError("engine.context_length must be set: the model names no limit of its own")
-    if own is not None and wanted > own:
-        raise ConfigError(f"engine.context_length ({wanted}) exceeds the model's limit of {own}")
-    return wanted or own  # type: ignore[return-value]  # one of them is set
 
 
 def _eos_token_ids(module: Any, path: str) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ from async_grpo.training.weight_source import PolicyWeights
 from async_grpo.training.witness import StepWitness
 from async_grpo.types import WeightsName
 from async_grpo.weights.backend import settings_in_force
+from async_grpo.weights.model_facts import require_steady_positions
 from async_grpo.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -129,8 +130,10 @@ def _load(config: Config) -> _Trainer:
     torch.manual_seed(config.run.seed)
     device = resolve_device(config.trainer.device)
     policy = load_policy(config.policy, config.trainer, device)
+    context_length = config.engine.context_length
+    require_steady_positions(policy.text_config, context_length)
     if config.trainer.self_test:
-        check_model(policy, seed=config.run.seed)
+        check_model(policy, seed=config.run.seed, context_length=context_length)
     reference = None
     if config.algorithm.kl_coef > 0:
         reference = load_policy(config.policy, config.trainer, device, trainable=False)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from async_grpo.algorithms.sequences import Sequences
 from async_grpo.algorithms.staleness import token_versions
 from async_grpo.types import Completion, FinishReason, RolloutGroup
 
@@ -78,6 +79,8 @@ class MicroBatch:
     temperature: Tensor
     weights: Tensor
     """[N] weight of each token's loss, before the division by the denominator"""
+    sequences: Sequences
+    """[N] which sequence of this micro-batch each trained token is of"""
 
     @property
     def num_tokens(self) -> int:
@@ -188,8 +191,8 @@ def make_microbatches(
     tokens_per_microbatch: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[MicroBatch]:
-    """Pack `sequences`.
+) -> Iterator[MicroBatch]:
+    """Pack `sequences`; each micro-batch goes to the device when its turn comes.
 
     Args:
         sequences: each with at least one trained token.
@@ -198,14 +201,12 @@ def make_microbatches(
         dtype: of log-probs, advantages, temperatures and weights: float32 or better.
         device: where the tensors go.
     """
-    batches = []
     for rows in pack([s.num_input_tokens for s in sequences], tokens_per_microbatch):
         columns = _Columns(rows, sequences)
         for row, indices in enumerate(rows):
             for index in indices:
                 columns.add(row, sequences[index], token_weights[index])
-        batches.append(columns.tensors(dtype, device))
-    return batches
+        yield columns.tensors(dtype, device)
 
 
 class _Columns:
@@ -252,6 +253,8 @@ class _Columns:
             return torch.from_numpy(np.concatenate(parts)).to(device)
 
         floats = torch.from_numpy(np.concatenate(self._floats, axis=1)).to(device, dtype)
+        counts = [len(slots) for _, _, slots in self._integers]
+        index = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
         return MicroBatch(
             input_ids=torch.from_numpy(self._input_ids).to(device),
             position_ids=torch.from_numpy(self._position_ids).to(device),
@@ -262,4 +265,5 @@ class _Columns:
             advantages=floats[1],
             temperature=floats[2],
             weights=floats[3],
+            sequences=Sequences(index.to(device), len(counts)),
         )

@@ -111,6 +111,13 @@ class PolicyModel:
             layer.forward = partial(_again_in_backward, layer.forward)
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """The part of config.json that describes the language model."""
+        config: Any = self.module.config
+        found: dict[str, Any] = config.get_text_config().to_dict()
+        return found
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the head."""
         return int(self._head_weight.shape[0])

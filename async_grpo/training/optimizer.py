@@ -135,6 +135,8 @@ class _AccumulateInto:
 
     def __call__(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        gradient = parameter.grad.float()
-        self._master.grad = gradient if self._master.grad is None else self._master.grad + gradient
+        if self._master.grad is None:
+            self._master.grad = parameter.grad.float()
+        else:
+            self._master.grad.add_(parameter.grad)  # in place: a head's gradient can take a GiB
         parameter.grad = None

@@ -7,7 +7,7 @@ the batch's own denominator, and what pools tokens over the batch sees all of it
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,18 +20,18 @@ from async_grpo.algorithms.proximal import (
     interpolated_proximal,
     interpolation_weight,
 )
-from async_grpo.algorithms.sequences import Sequences
 from async_grpo.config.algorithm import AlgorithmSection, Denominator, Proximal
 from async_grpo.config.objective import SURROGATE_KNOBS, needs_whole_batch
 from async_grpo.config.objective_text import objective_line
 from async_grpo.config.trainer import TrainerSection
-from async_grpo.errors import NumericsError
+from async_grpo.errors import ConfigError, NumericsError
 from async_grpo.training.batching import MicroBatch, TrainSequence, make_microbatches, sequences_of
 from async_grpo.training.model import PolicyModel
 from async_grpo.training.objective import group_advantages, make_advantage, make_objective
 from async_grpo.training.optimizer import PolicyOptimizer, learning_rate
 from async_grpo.training.token_facts import BatchTokens, TokenFacts
 from async_grpo.types import RolloutGroup
+from async_grpo.weights.model_facts import unsteady_border
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class TrainStep:
         logger.info("objective %s: %s", algorithm.preset, objective_line(algorithm))
         self._aggregation = Aggregation(algorithm.aggregation.value)
         self._max_staleness = max_staleness
+        self._border = unsteady_border(policy.text_config)
         self._num_updates = num_train_steps * trainer.updates_per_step
         parameters = ((n, p) for n, p in policy.module.named_parameters() if p.requires_grad)
         self.optimizer = PolicyOptimizer(parameters, trainer)
@@ -127,6 +128,7 @@ class TrainStep:
         Raises:
             NumericsError: a reward, the loss or the gradient norm is not finite; the update was
                 not applied.
+            ConfigError: a sequence is longer than the model's positions are steady.
             ValueError: no group has a token to train on.
         """
         try:
@@ -137,6 +139,7 @@ class TrainStep:
         sequences = sequences_of(groups, advantages, oldest_version=oldest, weights=weights)
         if not sequences:
             raise ValueError("no group of the batch has a token to train on")
+        self._require_steady(sequences)
         updates = self._split(groups, sequences)
         batch = self._prepare(sequences, train_version, num_updates=len(updates))
         batch.facts.num_first_update = sum(s.num_trained for s in updates[0])
@@ -161,6 +164,17 @@ class TrainStep:
             outcome.grad_norms.append(grad_norm)
         self.optimizer.zero_grad()
         return outcome
+
+    def _require_steady(self, sequences: Sequence[TrainSequence]) -> None:
+        """Refuse a sequence that would change the log-probs of those packed beside it."""
+        longest = max(sequence.num_input_tokens for sequence in sequences)
+        if self._border is not None and longest > self._border[1]:
+            kind, tokens = self._border
+            raise ConfigError(
+                f"an engine made a sequence of {longest + 1} tokens, and beyond {tokens} the "
+                f"{kind} positions of policy.model depend on what shares a forward pass; set "
+                f"engine.context_length to at most {tokens}, and start attached engines with it"
+            )
 
     def _split(
         self, groups: Sequence[RolloutGroup], sequences: list[TrainSequence]
@@ -210,7 +224,7 @@ class TrainStep:
 
     def _microbatches(
         self, sequences: list[TrainSequence], num_tokens: Sequence[int]
-    ) -> list[MicroBatch]:
+    ) -> Iterator[MicroBatch]:
         """Packed `sequences`, weighted by how many tokens of each count."""
         shares = sequence_token_weights(self._aggregation, num_tokens)
         return make_microbatches(
@@ -249,7 +263,8 @@ class TrainStep:
         divisor = 1.0
         if any(counted):
             divisor = denominator(self._aggregation, counted, length=self._algorithm.length_limit)
-        total = torch.zeros((), dtype=torch.float64)
+        # read once, at the end: each reading waits for the device
+        total = torch.zeros((), dtype=torch.float64, device=self._policy.device)
         pairs = list(zip(sequences, counted, strict=True))
         pulling = [pair for pair in pairs if self._pulls(pair[0])]
         idle = [pair for pair in pairs if not self._pulls(pair[0])]
@@ -263,7 +278,7 @@ class TrainStep:
                 loss = (result.per_token * micro.weights).sum() / divisor
                 if differentiate:
                     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                total += loss.detach().double().cpu()
+                total += loss.detach().double()
                 batch.facts.record(micro, logprobs.detach(), entropy.detach(), result)
         return float(total)
 
@@ -297,7 +312,7 @@ class TrainStep:
             proximal_logprobs=facts.proximal_logprobs[slots],
             behavior_logprobs=micro.behavior_logprobs,
             advantages=micro.advantages,
-            sequences=Sequences.of(tokens.sequences.index[slots]),
+            sequences=micro.sequences,
             reference_logprobs=reference_logprobs,
             truncated=tokens.truncated[slots],
             entropy=entropy,

@@ -14,13 +14,9 @@ from async_grpo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_DROPOUTS = (
-    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout",
-)  # fmt: skip
-
 
 def load_pretrained(path: str, dtype: torch.dtype, **options: Any) -> Any:
-    """The transformers causal language model at `path`, without dropout.
+    """The transformers causal language model at `path`, in evaluation mode: nothing is random.
 
     Args:
         path: `policy.model`, a directory or a Hugging Face name.
@@ -33,10 +29,6 @@ def load_pretrained(path: str, dtype: torch.dtype, **options: Any) -> Any:
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
     try:
         config = AutoConfig.from_pretrained(path)
-        for name in _DROPOUTS:
-            if getattr(config, name, 0):
-                logger.warning("policy.model: %s=%s is set to 0", name, getattr(config, name))
-                setattr(config, name, 0.0)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, output_loading_info=True, **options
         )

@@ -33,10 +33,11 @@ def test_a_group_of_short_sequences_is_packed_densely():
 
 def microbatches(groups, budget):
     sequences = sequences_of(groups, [[1.0] * len(g.rollouts) for g in groups])
-    return sequences, make_microbatches(
+    batches = make_microbatches(
         sequences, [1.0] * len(sequences), tokens_per_microbatch=budget,
         dtype=torch.float64, device=torch.device("cpu"),
     )  # fmt: skip
+    return sequences, list(batches)
 
 
 @pytest.mark.parametrize("budget", [8, 40, 1000])

@@ -158,7 +158,7 @@ def microbatches_of(groups, budget):
         sequences, [1.0] * len(sequences), tokens_per_microbatch=budget,
         dtype=torch.float64, device=torch.device("cpu"),
     )  # fmt: skip
-    return sequences, batches
+    return sequences, list(batches)
 
 
 @torch.no_grad()
