@@ -75,7 +75,7 @@ def test_a_model_without_a_finer_forward_has_the_least_limits_and_this_is_said(c
     policy = tiny_policy(dtype=torch.bfloat16)
 
     def refuse(_module, arguments, output):
-        if output.dtype is torch.float32:
+        if arguments[0].dtype is torch.float32:
             raise RuntimeError("only bfloat16")
 
     policy.module.get_output_embeddings().register_forward_hook(refuse)
