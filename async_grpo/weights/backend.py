@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from async_grpo.config.engine import EngineKind, EngineSection
+from async_grpo.config.devices import cards_of, server_flag
+from async_grpo.config.engine import EngineKind
 from async_grpo.config.schema import Config
 from async_grpo.config.weights import Backend, Transport, WeightsSection
 from async_grpo.errors import ConfigError
@@ -54,7 +55,7 @@ def why_not_nccl(around: Surroundings) -> str:
     if not around.device_ids:
         return "" if around.num_cards > 1 else "trainer and engines have one card"
     for ids in around.device_ids:
-        cards = [card.strip() for card in ids.split(",")]
+        cards = cards_of(ids)
         if str(around.trainer_card) in cards:
             return f"card {around.trainer_card} is the trainer's and an engine's"
         if named := [card for card in cards if not card.isdecimal()]:
@@ -102,15 +103,6 @@ def surroundings(config: Config, device: torch.device) -> Surroundings:
         has_nccl=dist.is_nccl_available(),
         kind=engine.kind,
         attached=bool(engine.urls),
-        server_device=_server_device(engine),
+        server_device=server_flag(engine, "--device"),
         device_ids=tuple(engine.device_ids),
     )
-
-
-def _server_device(engine: EngineSection) -> str:
-    value, arguments = "", engine.server_args
-    for position, argument in enumerate(arguments):
-        flag, equals, after = argument.partition("=")
-        if flag == "--device":
-            value = after if equals else "".join(arguments[position + 1 : position + 2])
-    return value

@@ -3,6 +3,7 @@
 `GlooWorld` with embedded engines and the trainer's own probe.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from async_grpo.engine_api import GenerateRequest, SamplingParams
 from async_grpo.interfaces import WeightSource
 from async_grpo.training.model import PolicyModel
 from async_grpo.training.weight_source import PolicyWeights
+from async_grpo.types import RolloutGroup, WeightsName
 from tests.contracts.engine.update_tools import reference_logprobs
 from tests.fakes.embedded_engine import BUCKET_BYTES, embedded_engine, model_of
 from tests.fakes.gloo_world import GlooWorld
@@ -45,7 +47,25 @@ class EmbeddedWorld(GlooWorld):
             return_logprob=True,
         )
         reply = await self.engine(slot).client.generate(request, timeout_s=30.0)
-        assert reply.meta_info.weight_version == f"{self.incarnation}.{version}"
+        served = self.engine(slot).names.served(WeightsName(self.incarnation, version))
+        assert reply.meta_info.weight_version == served
         found = torch.tensor([pair[0] for pair in reply.meta_info.output_token_logprobs])
         assert len(found) == 8
         return (found - reference_logprobs(model_of(version), PROMPT, reply.output_ids)).abs()
+
+    def worst_gap(self, groups: Sequence[RolloutGroup]) -> float:
+        """Largest |stored log-prob - transformers'| by the weights that a token names."""
+        worst = 0.0
+        for sequence in (s for g in groups for r in g.rollouts for s in r.sequences):
+            ids, start = sequence.token_ids.tolist(), 0
+            found = torch.tensor(sequence.behavior_logprobs)
+            for segment in sequence.segments:
+                assert segment.weights is not None
+                assert not segment.kv_mixed
+                model = model_of(segment.weights.policy_version)
+                expected = reference_logprobs(model, sequence.prompt_token_ids.tolist(), ids)
+                end = start + segment.num_tokens
+                worst = max(worst, (found - expected)[start:end].abs().max().item())
+                start = end
+            assert start == len(ids)
+        return worst

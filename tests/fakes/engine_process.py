@@ -54,6 +54,11 @@ class Mishap(StrEnum):
     """... when the work is done, before the answer"""
     FREEZE = "freeze"
     """the process is stopped when the call arrives, and answers nothing"""
+    NEVER_RETURN = "never_return"
+    """the engine enters the broadcast and never leaves it, deadline or not, as over nccl when a
+    rank does not come; its other calls are answered unless they need the model"""
+    NO_MEMORY = "no_memory"
+    """there is none for the bucket: the engine says so, and never enters the broadcast"""
     WRONG_SHAPE = "wrong_shape"
     """from now on the engine's tensor, one of the last bucket, has another shape than the
     trainer's"""
@@ -134,6 +139,11 @@ class Mishaps:
             os.kill(os.getpid(), signal.SIGSTOP)
         if mishap is Mishap.DIE_DURING:
             self._die_at_the_first_bytes()
+        if mishap is Mishap.NEVER_RETURN:
+            for group, _ in self._loader._groups.values():
+                group.broadcast = lambda _: threading.Event().wait()  # type: ignore[method-assign]
+        if mishap is Mishap.NO_MEMORY:
+            self._run_out_of_memory()
         response = await handler(http)
         if mishap is Mishap.DIE_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -146,6 +156,19 @@ class Mishaps:
             return await handler(http)
         finally:
             self._loader._tensors = known
+
+    def _run_out_of_memory(self) -> None:
+        """When the next bucket's buffer is made; as a card does, the CPU overcommits."""
+        self._loader._buffer = torch.empty(0, dtype=torch.uint8)
+        empty = torch.empty
+
+        def once(*args: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
+            if dtype is not torch.uint8:
+                return empty(*args, dtype=dtype, **options)
+            torch.empty = empty
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB.")
+
+        torch.empty = once
 
     def _die_at_the_first_bytes(self) -> None:
         """Of the bucket that comes next: it is received into a buffer that is watched."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from async_grpo.config.engine import EngineSection
+from async_grpo.config.load import to_yaml
+from async_grpo.config.run_directory import RunDirectory
 from async_grpo.config.schema import Config
 from async_grpo.config.weights import WeightsSection
 from async_grpo.generation.engines import Engine
@@ -26,8 +28,10 @@ from async_grpo.replay.generator_client import GeneratorClient
 from async_grpo.replay.server import ReplayServer
 from async_grpo.replay.trainer_client import TrainerClient
 from async_grpo.replay_parts import EngineState, EngineStatus, Probe, RoleStatus
-from async_grpo.training.feed import LoopThread
-from async_grpo.types import WeightsName
+from async_grpo.training.feed import Batch, LoopThread
+from async_grpo.training.witness import StepWitness
+from async_grpo.types import RolloutGroup, WeightsName
+from async_grpo.weights.group import UpdateGroup, join_group
 from async_grpo.weights.publish_result import PublishResult
 from async_grpo.weights.publisher import WeightPublisher
 from tests.fakes.engine_process import BuildEngine, EngineProcess
@@ -105,6 +109,7 @@ class GlooWorld(World):
         max_restarts: int = 50,
         peer_timeout_s: float = 60.0,
         weights: dict[str, Any] | None = None,
+        join: Callable[..., UpdateGroup] = join_group,
     ) -> None:
         super().__init__(directory, num_engines=num_engines, owned=owned, group_size=2)
         config = replay_config(directory, peer_timeout_s=peer_timeout_s)
@@ -120,6 +125,11 @@ class GlooWorld(World):
                 **(weights or {}),
             ),
         )
+        self._join = join
+        self.run_directory = RunDirectory(directory)
+        self.run_directory.config.write_text(to_yaml(self._config))
+        self.run_directory.logs.mkdir()
+        self.witness_path = self.run_directory.generator_log("gen")
         self.processes: list[EngineProcess] = []
         self.slots: dict[int, EngineProcess] = {}
         self._build: BuildEngine = partial(scripted_engine, tp_size=tp_size, timeout_s=timeout_s)
@@ -152,7 +162,9 @@ class GlooWorld(World):
             await self.replay.connect()
             loop = LoopThread("trainer")
             stack.callback(loop.close)
-            self._trainer_end = TrainerEnd(self.config, loop, self.clock, self._make_source)
+            self._trainer_end = TrainerEnd(
+                self.config, loop, self.clock, self._make_source, join=self._join
+            )
             stack.push_async_callback(asyncio.to_thread, self._trainer_end.close)
             if trainer:
                 await self.start_trainer()
@@ -248,6 +260,11 @@ class GlooWorld(World):
         """To all; waits for the end."""
         return await asyncio.to_thread(self._trainer_end.publish, version)
 
+    async def train(self, step: int) -> list[RolloutGroup]:
+        """The groups of a step, acked; see `TrainerEnd`."""
+        async with asyncio.timeout(120):
+            return await asyncio.to_thread(self._trainer_end.train, step, step + 1)
+
     async def serve_wishes(self) -> PublishResult:
         """The present weights once more, to those that wish for them."""
         self.clock.now += 100.0  # past any back-off
@@ -263,9 +280,11 @@ class TrainerEnd:
         loop: LoopThread,
         clock: Callable[[], float],
         make_source: Callable[[int], WeightSource],
+        *,
+        join: Callable[..., UpdateGroup] = join_group,
     ) -> None:
         self._config, self._loop, self._clock = config, loop, clock
-        self._make_source = make_source
+        self._make_source, self._join = make_source, join
         self._client: TrainerClient | None = None
         self.incarnation = 0
         self.publisher: WeightPublisher
@@ -281,6 +300,7 @@ class TrainerEnd:
             self._config.weights,
             run_directory=Path(self._config.run.output_dir),
             clock=self._clock,
+            join=self._join,
         )
 
     def publish(self, version: int) -> PublishResult:
@@ -296,6 +316,23 @@ class TrainerEnd:
         result = self.publisher.last_result
         assert result is not None
         return result
+
+    def train(self, step: int, draw_number: int) -> list[RolloutGroup]:
+        """Draw and ack the groups of one step, in which nothing is learned; all are witnessed."""
+        assert self._client is not None
+        reply = self._loop.call(self._client.draw(draw_number, step))
+        while not reply.groups:
+            reply = self._loop.call(self._client.draw(draw_number, step))
+        keys = [(leased.group_id, leased.attempt) for leased in reply.groups]
+        groups = [self._loop.call(self._client.fetch(*key)) for key in keys]
+        batch = Batch(
+            draw_number=draw_number, train_version=step, leased=reply.groups, groups=groups,
+            generated=reply.generated, drawn_s=0.0,
+        )  # fmt: skip
+        with StepWitness(RunDirectory(Path(self._config.run.output_dir)).steps) as witness:
+            witness.write(self.incarnation, batch, self._config.staleness.max_staleness)
+        self._loop.call(self._client.ack(step, draw_number, keys))
+        return groups
 
     def close(self) -> None:
         if self._client is not None:

@@ -5,9 +5,14 @@ on; and the one that failed is brought back to the current weights: a process of
 and started again, somebody else's is quarantined until it answers.
 """
 
+import time
+from typing import Any
+
 import pytest
 
+from async_grpo.analysis.audit import audit
 from async_grpo.engine_api import Path as Route
+from async_grpo.weights.group import UpdateGroup, join_group
 from tests.fakes.embedded_world import EmbeddedWorld
 from tests.fakes.engine_process import Mishap
 
@@ -41,7 +46,13 @@ CASES = [
     ("bucket 1", Mishap.WRONG_SHAPE),
     ("bucket 0", Mishap.FREEZE),
 ]
-MAY_LAST = {Mishap.HANG, Mishap.FREEZE, Mishap.DIE_DURING}
+LEFT_BEHIND = [
+    (phase, mishap)
+    for phase in ("bucket 0", "bucket 1")
+    for mishap in (Mishap.NEVER_RETURN, Mishap.NO_MEMORY)
+]
+"""The trainer's own broadcast does not return either."""
+MAY_LAST = {Mishap.HANG, Mishap.FREEZE, Mishap.DIE_DURING, Mishap.NEVER_RETURN}
 """Until a deadline. (Gloo does not always tell a sender that its receiver has died meanwhile.)"""
 DEADLY = {Mishap.DIE_BEFORE, Mishap.DIE_DURING, Mishap.DIE_AFTER}
 TOLERANCE = 1e-5
@@ -94,3 +105,55 @@ async def test_a_failure_costs_one_cell(tmp_path, phase, mishap, owned):
         await world.until(lambda: world.serves(2))
         assert world.status(0).engine_id == healthy
         assert (await world.gap(1, 2)).max() < TOLERANCE
+
+
+def endless(**options: Any) -> UpdateGroup:
+    """`join_group`, but no broadcast of the trainer's ends by itself, as over nccl."""
+    return join_group(**{**options, "timeout_s": 3600.0})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("owned", [True, False], ids=["owned", "attached"])
+@pytest.mark.parametrize(("phase", "mishap"), LEFT_BEHIND)
+async def test_a_broadcast_that_never_ends_costs_one_cell(tmp_path, phase, mishap, owned):
+    # an engine that has no memory says so: no deadline is waited for
+    deadlines = {"timeout_s": 4.0, "control_timeout_s": 3.0} if mishap in MAY_LAST else {}
+    async with EmbeddedWorld(tmp_path, owned=owned, join=endless, **deadlines).whole() as world:
+        first = world.incarnation
+        assert (await world.publish(0)).failures == []
+        await world.until(lambda: world.serves(0))
+        groups = await world.train(0)
+        healthy, victim = (world.status(slot).engine_id for slot in (0, 1))
+        process = world.slots[1]
+        route, skip = PHASES[phase]
+        process.plan(route, mishap, skip=skip)
+
+        started = time.monotonic()
+        result = await world.publish(1)
+        seconds = time.monotonic() - started
+        assert seconds < (15.0 if mishap in MAY_LAST else 10.0), "the deadlines, or half of one"
+        (failure,) = result.failures
+        assert victim in failure
+        assert healthy not in failure
+        assert len(result.reports) == 1
+        assert result.alarms == []
+        await world.until(lambda: str(world.status(0).weights) == f"{first}.1")
+        assert world.status(0).engine_id == healthy
+        groups += await world.train(1)
+
+        if not owned and mishap is Mishap.NEVER_RETURN:  # nothing can be told to it any more
+            process.destroy()
+            await world.new_process(1, port=process.port)
+        await world.until(lambda: world.status(1).wants_sync)
+        assert world.status(1).engine_id != victim
+        assert (await world.serve_wishes()).failures == []
+        await world.until(lambda: world.serves(1))
+        assert (await world.publish(2)).failures == []
+        await world.until(lambda: world.serves(2))
+        assert world.status(0).engine_id == healthy
+        groups += await world.train(2)
+        assert (await world.gap(1, 2)).max() < TOLERANCE
+        assert world.worst_gap(groups) < TOLERANCE
+    report = audit(tmp_path)
+    assert report.ok, report.to_json()
+    assert report.trained == len(groups) == 6

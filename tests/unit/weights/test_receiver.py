@@ -4,13 +4,14 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from async_grpo.engine.admission import RequestRefused
+from async_grpo.engine_api import NOT_RECEIVED, PauseMode
 from async_grpo.engine_api import Path as Route
-from async_grpo.engine_api import PauseMode
 from async_grpo.errors import WeightSyncError
 from async_grpo.generation.client import HttpEngineClient
 from async_grpo.replay_parts import BucketSpec, Probe, ProbeIds, Rendezvous, UpdateOrder
 from async_grpo.types import WeightsName
-from async_grpo.weights.receiver import WeightReceiver
+from async_grpo.weights.receiver import WeightReceiver, was_refused
 from tests.fakes.fake_engine import FakeEngine, Fault, fake_prompt_logprobs, probe_of
 
 IDS = [3, 4, 5]
@@ -159,6 +160,24 @@ async def test_a_refused_bucket_does_not_stop_the_ones_after_it():
         with pytest.raises(WeightSyncError, match="bucket 0"):
             await receiver.receive(RENDEZVOUS)
         assert engine.num_calls(Route.UPDATE_FROM_DISTRIBUTED) == 3
+
+
+async def test_an_engine_that_received_nothing_is_sent_nothing_more():
+    """It would take the bytes of this bucket for the next one's."""
+    async with receiving() as (engine, receiver):
+        await receiver.begin()
+        await receiver.join(RENDEZVOUS, "")
+        update = engine.update
+
+        async def refuse(request):
+            await update(request)
+            raise RequestRefused(f"{NOT_RECEIVED}: no memory for a bucket: CUDA out of memory.")
+
+        engine.update = refuse
+        with pytest.raises(WeightSyncError, match=r"bucket 0.*CUDA out of memory") as caught:
+            await receiver.receive(RENDEZVOUS)
+        assert was_refused(caught.value)
+        assert engine.num_calls(Route.UPDATE_FROM_DISTRIBUTED) == 1
 
 
 async def test_an_engine_that_does_not_answer_is_sent_nothing_more():
