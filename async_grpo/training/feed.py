@@ -42,6 +42,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._calls: set[Future[Any]] = set()
+        self._calls_lock = threading.Lock()
 
     def call(self, coroutine: Coroutine[Any, Any, T], /) -> T:
         """Run `coroutine` and block; its own deadlines bound the wait.
@@ -49,8 +50,9 @@ class LoopThread:
         Raises:
             concurrent.futures.CancelledError: `cancel_calls` ended the wait.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        self._calls.add(future)
+        with self._calls_lock:  # or one that has begun could miss `cancel_calls`
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._calls.add(future)
         try:
             return future.result()
         finally:
@@ -58,7 +60,9 @@ class LoopThread:
 
     def cancel_calls(self) -> None:
         """End every `call` that other threads are in."""
-        for future in tuple(self._calls):
+        with self._calls_lock:
+            calls = tuple(self._calls)
+        for future in calls:
             future.cancel()
 
     def post(self, callback: Callable[[], object]) -> None:

@@ -133,6 +133,12 @@ class Station:
         place = self.router.enqueue(placement)
         return asyncio.create_task(self.sampler.sample(request, 0, place, placement))
 
+    async def until_running(self, count: int) -> None:
+        """Until so many requests are in flight."""
+        async with asyncio.timeout(20):
+            while self.engine.num_running < count:
+                await self._client.load()
+
     async def until_sampled(self, count: int) -> None:
         """Until three requests in flight hold so many tokens besides their prompts."""
         async with asyncio.timeout(60):
@@ -177,7 +183,7 @@ async def fly_through_updates(
         await at.until_sampled(2 * every * weights.policy_version - every)
         assert at.engine.num_running == 3
         await at.publish(models[weights], weights)
-        assert at.engine.num_running == 3
+        await at.until_running(3)  # after an abort each request is sent again, in its own time
         assert not any(task.done() for task in running)
         await at.until_sampled(2 * every * weights.policy_version)
     completions = [(await task).completion for task in running]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import CodecError, VersionMismatch
-from async_grpo.replay_api.base import Ok
+from async_grpo.replay_api.base import WIRE_VERSION, Ok
 from async_grpo.replay_api.generator import Credit, End, WatchReply
 from async_grpo.replay_api.peers import Hello
 from async_grpo.replay_parts import EndStats, Role
@@ -50,7 +50,7 @@ def test_reply_is_no_request():
 def test_other_version_still_tells_whom_to_answer():
     tree = msgspec.msgpack.decode(envelope.encode(5, Ok()))
     with pytest.raises(VersionMismatch) as caught:
-        envelope.open_envelope(msgspec.msgpack.encode({**tree, "wire_version": 2}))
+        envelope.open_envelope(msgspec.msgpack.encode({**tree, "wire_version": WIRE_VERSION + 1}))
     assert caught.value.args[1] == 5
 
 
