@@ -29,7 +29,7 @@ _MAY_DIFFER: dict[str, tuple[str, ...]] = {
     "algorithm": (),
     "trainer": (
         "tokens_per_microbatch", "logprob_chunk_tokens", "threads", "device", "checkpoint_every",
-        "keep_checkpoints", "self_test", "gradient_checkpointing", "attention",
+        "keep_checkpoints", "self_test", "gradient_checkpointing", "attention", "memory_bytes",
     ),
     "weights": (
         "bucket_bytes", "backend", "host", "engines_per_cell", "timeout_s", "max_failures",

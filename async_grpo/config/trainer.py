@@ -63,6 +63,9 @@ class TrainerSection:
     """sdpa and eager run everywhere. flex_attention needs a CUDA device and compiles at its first
     use; flash_attention_2 and flash_attention_3 need a CUDA device and their packages (flash-attn,
     flash-attn-3). All compute the same log-probs but for rounding."""
+    memory_bytes: int = 0
+    """Memory of the trainer's device: `check` refuses what needs more by its estimate
+    (docs/memory.md). 0: not known."""
     threads: int = 1
     """CPU threads of one rank."""
     device: str = "auto"
@@ -85,7 +88,9 @@ class TrainerSection:
             where, self, "lr", "max_grad_norm", "updates_per_step", "tokens_per_microbatch",
             "logprob_chunk_tokens", "threads", "eps",
         )  # fmt: skip
-        yield from not_negative(where, self, "warmup_steps", "weight_decay", "checkpoint_every")
+        yield from not_negative(
+            where, self, "warmup_steps", "weight_decay", "checkpoint_every", "memory_bytes"
+        )
         if self.keep_checkpoints < 2:
             yield f"{where}.keep_checkpoints must be >= 2, got {self.keep_checkpoints}"
         for name in ("beta1", "beta2"):

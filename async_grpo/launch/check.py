@@ -3,36 +3,42 @@
 Figures are worst cases (every completion at full length); measured ones are in metrics.jsonl.
 """
 
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
 from async_grpo.algorithms.staleness import worst_case
 from async_grpo.config import objective_text
 from async_grpo.config.alarms import AlarmAction, AlarmsSection
 from async_grpo.config.devices import starts_on_cards
+from async_grpo.config.engine import EngineKind
 from async_grpo.config.eval import EvalSection
 from async_grpo.config.limits import checkpoint_warning
 from async_grpo.config.load import agreement_digest, to_yaml
-from async_grpo.config.policy import DType
 from async_grpo.config.rules import group_bytes_bound, least_depth, max_groups, warnings
 from async_grpo.config.schema import Config
 from async_grpo.config.staleness import DEFAULT_TARGET_ESS, Controller
 from async_grpo.devices.cards import placement
 from async_grpo.errors import ConfigError
+from async_grpo.launch.memory import (
+    ITEM_BYTES,
+    engine_terms,
+    memory_problems,
+    size,
+    trainer_terms,
+)
 from async_grpo.weights.addresses import is_own_address
-
-_ITEM_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float64: 8}
-_STATE_COPIES = 4
-"""Weights, gradients and two moments of AdamW."""
+from async_grpo.weights.model_facts import read_model_facts
 
 
 def describe(config: Config) -> str:
-    """YAML, then comment lines: the whole is still a configuration that can be loaded."""
+    """YAML, then comment lines: the whole is still a configuration that can be loaded.
+
+    Raises:
+        ConfigError: what is known of the model does not fit the memory.
+    """
+    if problems := list(_of_its_memory(config)):
+        raise ConfigError(problems)
     lines = [f"# {label:<22}{value}" for label, value in _derived(config)]
     lines += [f"# warning: {text}" for text in [*warnings(config), *_of_its_size(config)]]
     return to_yaml(config) + "\n" + "\n".join(lines) + "\n"
@@ -65,8 +71,8 @@ def _derived(config: Config) -> Iterator[tuple[str, str]]:
     tokens = samples * config.generation.max_new_tokens
     yield "tokens per step", f"<= {tokens:,} sampled"
     payload = per_step * group_bytes_bound(config)
-    yield "payload per step", f"<= {_size(payload)} + 4 bytes per prompt token and completion"
-    limit = f"{_size(config.replay.max_bytes)} or {max_groups(config)} groups"
+    yield "payload per step", f"<= {size(payload)} + 4 bytes per prompt token and completion"
+    limit = f"{size(config.replay.max_bytes)} or {max_groups(config)} groups"
     yield "replay buffer", f"{limit}, then producers wait"
     if config.eval.every:
         yield "evaluation", _evaluation(config.eval)
@@ -106,6 +112,15 @@ def _evaluation(section: EvalSection) -> str:
     )
 
 
+def _of_its_memory(config: Config) -> Iterator[str]:
+    """Problems of the model's size, where it is there."""
+    try:
+        facts = read_model_facts(Path(config.policy.model))
+    except FileNotFoundError:
+        return
+    yield from memory_problems(config, facts)
+
+
 def _of_its_size(config: Config) -> Iterator[str]:
     """Warnings that depend on the model's size, where it is there."""
     try:
@@ -122,73 +137,17 @@ def _model(config: Config) -> Iterator[tuple[str, str]]:
     except FileNotFoundError as error:
         yield "model", f"unknown until it is there: {error}"
         return
-    item_bytes = _ITEM_BYTES[config.policy.dtype]
+    item_bytes = ITEM_BYTES[config.policy.dtype]
     weights = facts.num_parameters * item_bytes
     publishes = -(-config.run.num_train_steps // config.weights.publish_every) + 1
     yield "model", f"{facts.num_parameters:,} parameters"
-    yield "bytes per publish", f"{_size(weights)} to each engine, {publishes} publishes"
-    copies = _STATE_COPIES + (1 if config.algorithm.kl_coef else 0)
-    yield "trainer memory", f"{_size(copies * weights)} + activations"
-    tokens = _cache_tokens(config, facts.config)
-    cache = _cache_items_per_token(facts.config) * item_bytes * tokens
-    if cache:
-        yield (
-            "engine memory",
-            f"{_size(weights)} weights + {_size(cache)} KV cache ({tokens} tokens)",
-        )
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a model directory tells without loading it."""
-
-    num_parameters: int
-    """tied weights once: they are stored once"""
-    config: dict[str, Any]
-
-
-def read_model_facts(directory: Path) -> ModelFacts:
-    """Read config.json and the headers of the safetensors files.
-
-    Raises:
-        FileNotFoundError: `directory` is no local directory with these files.
-        ConfigError: a header cannot be read.
-    """
-    files = sorted(directory.glob("*.safetensors"))
-    config_path = directory / "config.json"
-    if not files or not config_path.exists():
-        raise FileNotFoundError(f"no config.json and *.safetensors in {directory}")
-    total = 0
-    for path in files:
-        with path.open("rb") as file:
-            try:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            except ValueError as error:
-                raise ConfigError(f"policy.model: {path} has no safetensors header") from error
-        total += sum(
-            prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-        )
-    return ModelFacts(total, json.loads(config_path.read_text(encoding="utf-8")))
-
-
-def _cache_tokens(config: Config, model: dict[str, Any]) -> int:
-    length = config.engine.context_length or int(model.get("max_position_embeddings", 0))
-    return int(config.engine.max_running_requests) * length
-
-
-def _cache_items_per_token(model: dict[str, Any]) -> int:
-    """Numbers that one token keeps as keys and values, over all layers."""
-    heads = int(model.get("num_attention_heads", 0))
-    if not heads:
-        return 0
-    head_dim = int(model.get("head_dim") or model["hidden_size"] // heads)
-    kv_heads = int(model.get("num_key_value_heads") or heads)
-    return 2 * int(model["num_hidden_layers"]) * kv_heads * head_dim
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} GiB"
+    yield "bytes per publish", f"{size(weights)} to each engine, {publishes} publishes"
+    for side, terms in (
+        ("trainer", trainer_terms(config, facts)),
+        ("engine", engine_terms(config, facts)),
+    ):
+        for term in terms:
+            note = term.note and f" ({term.note})"
+            yield f"{side}: {term.name}", f"{size(term.num_bytes)}{note}"
+        if side == "trainer" or config.engine.kind == EngineKind.embedded:  # SGLang takes its share
+            yield f"{side} memory", f"{size(sum(term.num_bytes for term in terms))} in all"
