@@ -53,8 +53,10 @@ class Terminals:
         os.killpg(process.pid, signal.SIGINT)
         code = process.wait(60)
         del self.processes[name]
-        left_over = [command_line(pid) for pid in children if command_line(pid)]
-        assert left_over == [], self.output(name)
+        deadline = time.monotonic() + 5.0  # theirs, to notice that their parent is gone
+        while left_over := [line for pid in children if (line := command_line(pid))]:
+            assert time.monotonic() < deadline, (left_over, self.output(name))
+            time.sleep(0.05)
         return code
 
     def output(self, name: str) -> str:
