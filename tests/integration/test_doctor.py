@@ -124,7 +124,8 @@ def test_a_sound_engine_passes_every_check(practice: Practice) -> None:
     assert report.exit_code is ExitCode.OK
     assert verdicts(report) == {
         "preflight": Verdict.SKIPPED,
-        "packing": Verdict.OK, "head": Verdict.OK, "tokenizer": Verdict.OK, "prompts": Verdict.OK,
+        "repeatable": Verdict.OK, "packing": Verdict.OK, "neighbors": Verdict.OK,
+        "head": Verdict.OK, "tokenizer": Verdict.OK, "prompts": Verdict.OK,
         "reach": Verdict.OK, "vocabulary": Verdict.OK, "log-probs, T=1": Verdict.OK,
         "log-probs, T=0.7": Verdict.OK, "distribution": Verdict.OK, "noise floor": Verdict.OK,
         "text": Verdict.SKIPPED, "weights": Verdict.OK, "prefix cache": Verdict.OK,

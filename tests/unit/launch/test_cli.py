@@ -180,9 +180,9 @@ def test_check_reads_the_model_without_torch(config_path: Path, tmp_path: Path) 
     text = describe(load_config(config_path, ["engine.max_running_requests=8"]))
     assert "1,024 parameters" in text
     assert "4 KiB to each engine, 5 publishes" in text
-    assert "16 KiB + activations" in text
+    assert "# trainer: state        16 KiB" in text
     # 2 (k, v) * 2 layers * 2 heads * 24 numbers * 4 bytes * 8 requests * 64 tokens
-    assert f"{192 * 4 * 512 / 1024:g} KiB KV cache (512 tokens)" in text
+    assert f"# engine: KV cache      {192 * 4 * 512 / 1024:g} KiB (512 tokens within" in text
 
 
 def test_a_broken_model_file_is_named(config_path: Path, tmp_path: Path) -> None:
