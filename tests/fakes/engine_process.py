@@ -104,6 +104,8 @@ class Mishaps:
     def __init__(self, served: ServedEngine) -> None:
         self._backend, self._loader = served.backend, served.loader
         self._planned: dict[Path, deque[Mishap | None]] = {}
+        self._received = False
+        """an update has ended its session, and requests do not go on yet"""
         self._last_sent = max(self._loader._tensors)  # buckets are filled in this order
         self._fitting = self._loader._tensors[self._last_sent]
 
@@ -124,6 +126,10 @@ class Mishaps:
         planned = self._planned.get(Path(http.path))
         if http.path == Path.GENERATE and b'"probe-' not in body:
             planned = None  # of requests, only the probe is a phase of an update
+        if http.path in (Path.END_UPDATE, Path.CONTINUE):
+            self._received = http.path == Path.END_UPDATE
+        if http.path == Path.MODEL_INFO and not self._received:
+            planned = None  # the slot looks at the name now and then
         mishap = planned.popleft() if planned else None
         if mishap is Mishap.REFUSE and http.path == Path.UPDATE_FROM_DISTRIBUTED:
             return await self._refuse_what_came(http, handler)
